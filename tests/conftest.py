@@ -1,0 +1,31 @@
+"A tiny copy of the project that a test may run and break."
+import os, shutil, subprocess, sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+
+def copy_project(to):
+    "A git clone of the project with the working tree's changes laid over it and the embedded data pulled."
+    subprocess.run(['git', 'clone', '-q', '--no-hardlinks', ROOT, to], check=True)
+    changed = subprocess.run(['git', 'ls-files', '-z', '-m', '-o', '--exclude-standard'], cwd=ROOT, capture_output=True, text=True, check=True)
+    for f in filter(None, changed.stdout.split('\0')):
+        if (ROOT/f).exists():
+            (to/f).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT/f, to/f)
+        else: (to/f).unlink(missing_ok=True)
+    if (wheels := ROOT/'.cache'/'wheels').exists(): # spare the network a second download of the base model
+        shutil.copytree(wheels, to/'.cache'/'wheels', copy_function=os.link)
+    run(to, 'dvc', 'pull', '-q', 'data.dvc', check=True)
+    return to
+
+def run(cwd, *cmd, check=False, timeout=1500, **env):
+    "Run a command with the copy's own package and this environment's programs; output is text."
+    e = os.environ | {'PATH': f'{BIN}:{os.environ["PATH"]}', 'PYTHONPATH': str(cwd), 'HF_HUB_OFFLINE': '1',
+                      'TOKENIZERS_PARALLELISM': 'false'} | env
+    e.pop('CLINICAL_RL_ROOT', None)
+    r = subprocess.run([str(c) for c in cmd], cwd=cwd, env=e, capture_output=True, text=True, timeout=timeout)
+    if check and r.returncode: raise AssertionError(f'{cmd} failed:\n{r.stdout[-3000:]}\n{r.stderr[-5000:]}')
+    return r
