@@ -119,6 +119,15 @@ class Prefix:
     "Keys and values of P prompts, padded on the right to a common length: `kv[layer] = (K, V)`, each (P, KV heads, L, head dim)."
     kv: dict
     mask: torch.Tensor # (P, L): is there a token?
+    last: tuple = ()   # the bias of the last call: all layers of a pass use the same
+
+    def bias(self, N, G, q, s, dtype): # N rows, G query heads a KV head, q queries, s own keys: 0 or -inf, (N, 1, G*q, L + s)
+        if not self.last or self.last[0] != (N, G, q, s, dtype):
+            zero = lambda shape, hide: torch.zeros(shape, dtype=dtype, device=self.mask.device).masked_fill_(hide, float('-inf'))
+            past = zero(self.mask.shape, ~self.mask).repeat_interleave(N//len(self.mask), 0)[:, None, None].expand(N, 1, G*q, -1)
+            own = zero((q, s), torch.ones(q, s, dtype=torch.bool, device=self.mask.device).triu(s - q + 1)).repeat(G, 1) # causal
+            self.last = (N, G, q, s, dtype), torch.cat([past, own.expand(N, 1, G*q, s)], -1)
+        return self.last[1]
 
     def select(self, rows): # rows: index of prompts to keep
         return Prefix({i: (k[rows], v[rows]) for i, (k, v) in self.kv.items()}, self.mask[rows])
@@ -139,11 +148,8 @@ def shared_prefix_attention(
     by_prompt = lambda x: x.view(P, S, Hk, G*q, -1).transpose(1, 2).reshape(P, Hk, S*G*q, -1)
     by_row = lambda x: x.view(P, Hk, S, G*q, -1).transpose(1, 2).reshape(N, Hk, G*q, -1)
     query = query.reshape(N, Hk, G*q, d)*scaling
-    past = (by_prompt(query) @ k.mT).float().masked_fill(~prefix.mask[:, None, None], float('-inf'))
-    own = (query @ key.mT).float()
-    if q > 1: # token i of the response sees the response up to i
-        own = own.masked_fill(torch.ones(q, s, dtype=torch.bool, device=own.device).triu(s - q + 1).repeat(G, 1), float('-inf'))
-    w = torch.cat([by_row(past), own], -1).softmax(-1).to(value.dtype)
+    scores = torch.cat([by_row(by_prompt(query) @ k.mT), query @ key.mT], -1) + prefix.bias(N, G, q, s, query.dtype)
+    w = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     out = by_row(by_prompt(w[..., :L].contiguous()) @ v) + w[..., L:] @ value
     return out.reshape(N, H, q, d).transpose(1, 2).contiguous(), None
 

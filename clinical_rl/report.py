@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HIDDEN_TAGS', 'PAGES', 'MAX_BYTES', 'HEADLINE', 'HEADLINE_METRICS', 'KEY', 'RESULT_COLUMNS', 'COMPARISON_COLUMNS',
-           'KINDS', 'shrink_png', 'prepare', 'mathml', 'slug', 'render_section', 'find_runs', 'read_notebook', 'footer',
+           'shrink_png', 'prepare', 'mathml', 'slug', 'render_section', 'find_runs', 'read_notebook', 'footer',
            'render_page', 'read_metrics', 'headline', 'findings', 'forest', 'headline_html', 'data_summary', 'home',
            'build_reports', 'readme_text', 'update_readme']
 
@@ -16,7 +16,7 @@ import pandas as pd
 import yaml
 
 from .core import DataError, atomic_write, load_params, root as project_root, write_json
-from .show import COLORS, caption, interval, method_label, plain, table_html, use_style, _box, _inline
+from .show import COLORS, KINDS, interval, method_label, plain, table_html, use_style, _box, _inline
 
 # %% ../nbs/17_report.ipynb #c006
 HIDDEN_TAGS = {'parameters', 'injected-parameters', 'remove', 'hide'}
@@ -166,12 +166,17 @@ MAX_BYTES = 5*2**20 # of the whole folder reports/
 def find_runs(
     stage:str, # name in PAGES
     folder,    # of the executed notebooks
-) -> list: # (name, variant, path), sorted
-    "Executed notebooks of a stage: its own, or one per run of a matrix. DataError names the stage if there is none."
-    folder = Path(folder)
-    runs = [(stage, '', folder/f'{stage}.ipynb')] if (folder/f'{stage}.ipynb').exists() else []
-    runs += [(p.stem, p.stem[len(stage)+1:].replace('-', ', '), p) for p in sorted(folder.glob(f'{stage}-*.ipynb'))]
-    if not runs: raise DataError(f'{folder}/{stage}.ipynb is missing: stage {stage} has not run; run `dvc repro`')
+    params,    # they say which runs a matrix stage has: files of runs that are no longer asked for may lie there
+) -> list: # (name, variant, path) in the order of params
+    "Executed notebooks of a stage: its own, or one per run of a matrix. DataError names the stage whose notebook is missing."
+    m = params.policies
+    variants = dict(baseline=params.baselines.methods, policies=m.splits, train=[f'{s}-{o}' for s in m.splits for o in m.objectives])
+    runs = []
+    for v in variants.get(stage, ['']):
+        name = f'{stage}-{v}' if v else stage
+        if not (path := Path(folder)/f'{name}.ipynb').exists():
+            raise DataError(f'{path} is missing: stage {stage} has not run; run `dvc repro`')
+        runs.append((name, v.replace('-', ', '), path))
     return runs
 
 def read_notebook(
@@ -380,9 +385,6 @@ def headline_html(
             '<p class="note">An empty portfolio scores 0 on all three and is left out.</p>')
 
 # %% ../nbs/17_report.ipynb #c030
-KINDS = dict(registry='Trial registrations', approvals='Regulatory actions', filings='Company filings',
-             utilization='Yearly spending figures', epidemiology='Cancer statistics')
-
 def data_summary(
     base, # project root
 ) -> dict: # the content of reports/metrics/data.json
@@ -444,8 +446,8 @@ def build_reports(
     templates, out = base/'templates'/'report', base/'reports'
     if not (templates/'page.html.j2').exists():
         raise DataError(f'{templates}/page.html.j2 is missing; restore it with `git checkout templates`')
-    foot, data = footer(base), data_summary(base)
-    runs = {p['file']: [r for s in p['stages'] for r in find_runs(s, base/'out'/'notebooks')] for p in PAGES}
+    foot, data, params = footer(base), data_summary(base), load_params(base/'params.yaml')
+    runs = {p['file']: [r for s in p['stages'] for r in find_runs(s, base/'out'/'notebooks', params)] for p in PAGES}
     pages = {'index.html': render_page(PAGES[0], home(base, data, templates), [], foot, templates)}
     exporter = _exporter(templates)
     for page in PAGES[1:]:

@@ -63,7 +63,8 @@ def run_stage(
     # BLAS and OpenMP read these when the kernel starts
     for v in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS'): os.environ[v] = str(p.threads)
     os.environ['CLINICAL_RL_ROOT'] = str(base)
-    dst = base/'out'/'notebooks'/('-'.join([name, *map(str, params.values())]) + '.ipynb')
+    # the report reads the folder of notebooks, so its own may not lie there
+    dst = base/'out'/('.' if name == 'report' else 'notebooks')/('-'.join([name, *map(str, params.values())]) + '.ipynb')
     with tempfile.TemporaryDirectory() as d, progress_pipe():
         done = Path(d)/'run.ipynb'
         execute_notebook(str(src), str(done), parameters=params, kernel_name='python3', cwd=str(src.parent),

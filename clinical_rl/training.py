@@ -44,7 +44,7 @@ def step_loss(
     policy,   # policy.Policy
     examples, # windows of the step
     weights,  # one a window
-    most=1024,# padded tokens computed at once
+    most=512, # padded tokens computed at once
     backward=False, # add up gradients
 ): # -> sum of weighted negative log-likelihoods / tokens
     "The loss of a step, computed in pieces."

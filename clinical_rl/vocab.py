@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['INDICATIONS', 'PHASES', 'LINES', 'REGIMENS', 'ABBREVIATIONS', 'INDICATION_PATTERNS', 'HEADINGS', 'PROGRAMS',
-           'ALSO_CALLED', 'AGENT_STEMS', 'AGENT_NAMES', 'SPONSOR_PATTERNS', 'COMPANIES', 'HANDOVERS', 'BRANDS',
+           'ALSO_CALLED', 'AGENT_STEMS', 'AGENT_NAMES', 'SPONSOR_PATTERNS', 'COMPANIES', 'HANDOVERS', 'BRANDS', 'Quick',
            'normalize', 'map_indications', 'collapse', 'map_phase', 'map_line', 'map_regimen', 'map_site',
            'map_approval', 'canonical_sponsor', 'sponsor_at', 'own_sponsor', 'scrub_brands', 'accuracy']
 
 # %% ../nbs/01_vocab.ipynb #c003
 import re, unicodedata
+from re import _parser
 from functools import lru_cache
 import pandas as pd
 from scipy.stats import binomtest
@@ -83,50 +84,74 @@ LINES = ('adjuvant', 'first', 'later', 'maintenance', 'unspecified')
 REGIMENS = ('single', 'combination', 'unspecified')
 
 # %% ../nbs/01_vocab.ipynb #c011
+def _signs(parsed):
+    "Literals of which any match of a parsed pattern contains at least one; empty where there are none."
+    best, run = set(), ''
+    for op, arg in [*parsed, (None, None)]:
+        if str(op) == 'LITERAL': run += chr(arg); continue
+        found, run = [{run}] if run.strip() else [], ''
+        if str(op) == 'SUBPATTERN': found.append(_signs(arg[3]))
+        if str(op) in ('MAX_REPEAT', 'MIN_REPEAT') and arg[0]: found.append(_signs(arg[2]))
+        if str(op) == 'BRANCH' and all(parts := [_signs(x) for x in arg[1]]): found.append(set().union(*parts))
+        best = max([best, *found], key=lambda x: (min(map(len, x), default=0), -len(x)))
+    return {x for x in best if not any(y in x for y in best - {x})}
+
+class Quick:
+    "A pattern for text in one case, tried only where one of its signs stands in the text."
+    def __init__(self, pattern): self.re, self.signs = re.compile(pattern), sorted(_signs(_parser.parse(pattern)), key=len)
+    def may(self, text):
+        for s in self.signs:
+            if s in text: return True
+        return not self.signs
+    def search(self, text): return self.re.search(text) if self.may(text) else None
+    def subn(self, new, text): return self.re.subn(new, text) if self.may(text) else (text, 0)
+    def sub(self, new, text): return self.re.sub(new, text) if self.may(text) else text
+
+# %% ../nbs/01_vocab.ipynb #c014
 ABBREVIATIONS = {
     'ALL': 'acute lymphoblastic leukemia', 'FL': 'follicular lymphoma', 'MM': 'multiple myeloma', 'HL': 'hodgkin lymphoma',
-        'cHL': 'hodgkin lymphoma',
+    'cHL': 'hodgkin lymphoma',
     'WM': 'waldenstrom', 'UC': 'urothelial carcinoma', 'NET': 'neuroendocrine tumor', 'NETs': 'neuroendocrine tumor',
-        'BTC': 'biliary tract cancer',
+    'BTC': 'biliary tract cancer', 'BC': 'breast cancer', 'EBC': 'early breast cancer',
     'MF': 'mycosis fungoides', 'PMF': 'primary myelofibrosis', 'NPC': 'nasopharyngeal carcinoma',
     'MCC': 'merkel cell carcinoma', 'MTC': 'medullary thyroid cancer', 'UM': 'uveal melanoma',
 }
-_SPELLING = [(re.compile(p), r) for p, r in [
-    (r"['’`]s\b", ''), (r'[^a-z0-9|+]+', ' '), (r'\bo?esophag', 'esophag'), (r'\bhaem', 'hem'), (r'kaemi', 'kemi'),
-        (r'tumours?\b|tumors\b', 'tumor'),
-    (r'\b(nonsmall|non smal|none small) ', 'non small '), (r'\bnonhodgkins?\b', 'non hodgkin'), (r'\bhodgkins\b', 'hodgkin'),
-    (r'\bnon ?squamous\b', 'nonsquamous'), (r'\bb ?cell\b', 'b cell'), (r'\bt ?cell\b', 't cell'), (r'\bpaediatric', 'pediatric'),
-    (r'\bmetastas[ei]s\b', 'metastasis'), (r'\s+', ' ')]]
-
+_SPELLING = [(Quick(p), r) for p, r in [
+    (r'\bo?esophag', 'esophag'), (r'\bhaem', 'hem'), (r'kaemi', 'kemi'), (r'tumours?\b|tumors\b', 'tumor'),
+    (r'\b(?:nonsmall|non smal|none small) ', 'non small '), (r'\bnonhodgkins?\b', 'non hodgkin'), (r'\bhodgkins\b', 'hodgkin'),
+    (r'\bnon ?squamous\b', 'nonsquamous'), (r'\b([bt]) ?cell\b', r'\1 cell'), (r'\bpaediatric', 'pediatric'),
+    (r'\bmetastas[ei]s\b', 'metastasis')]]
 _ABBR = re.compile(r'(?<![A-Za-z])(?:' + '|'.join(ABBREVIATIONS) + ')(?!-?[A-Za-z0-9])')
-def _shouts(text): return sum(c.isupper() for c in text) > .6 * max(sum(c.isalpha() for c in text), 1)
+_POSSESSIVE, _PUNCTUATION, _CAPITAL, _LETTER = map(re.compile, (r"['’`]s\b", r'[^a-z0-9|+]+', '[A-Z]', '[A-Za-z]'))
+def _shouts(text): return len(text) >= 12 and len(_CAPITAL.findall(text)) > .6 * len(_LETTER.findall(text))
 
 @lru_cache(100_000)
 def normalize(
     text:str, # anything a registry or an agency wrote
 )->str: # lower case, one spelling, blanks for punctuation
     "One spelling for `text`; upper-case abbreviations that are also words are written out."
-    if not _shouts(text) or len(text) < 12: text = _ABBR.sub(lambda m: ABBREVIATIONS[m[0]], text)
+    if _ABBR.search(text) and not _shouts(text): text = _ABBR.sub(lambda m: ABBREVIATIONS[m[0]], text)
     if not text.isascii(): text = unicodedata.normalize('NFKD', text.replace('ø', 'o')).encode('ascii', 'ignore').decode()
-    text = text.lower()
+    text = _PUNCTUATION.sub(' ', _POSSESSIVE.sub('', text.lower()))
     for p, r in _SPELLING: text = p.sub(r, text)
     return ' '.join(text.split())
 
-# %% ../nbs/01_vocab.ipynb #c014
-_CA = r'(?:cancers?|cancerous|carcinomas?|neoplas\w+|tumor\w*|malignan\w+|adeno ?carcinomas?|adenocracinomas?|ca)'
+# %% ../nbs/01_vocab.ipynb #c017
+_CA = r'(?:cancers?|cancerous|carcinomas?|neoplas\w+|tumor\w*|malignan\w+|adeno ?carcinomas?|adenocracinomas?|ca\b)'
 def _site(words, gap=4):
     "Pattern of an organ before or behind a word for a cancer."
     return rf'\b(?:CA )(?:of |in |the |gland |and )*(?:{words})\b|\b(?:{words})\b(?=(?: \w+){{0,{gap}}} CA\b)'
 
-INDICATION_PATTERNS = [(code, re.compile(f" (?:{p.replace('CA', _CA)})")) for code, p in [
+INDICATION_PATTERNS = [(code, Quick(f" (?:{p.replace('CA', _CA)})")) for code, p in [
     # words that name no indication
     ('', r'cancers? and other neoplasms'),
-    ('metastasis', r'\b(?:brain|liver|lung|bone|hepatic|cerebral|leptomeningeal|cns|central nervous system|pulmonary|'
-        r'peritoneal|spinal|spine|intracranial|skeletal|lymph node|ovarian|adrenal|skin|osseous)(?: and \w+|'
-        r' or \w+)?(?: \w+)? (?:metasta\w+|mets)\b'),
-    ('metastasis', r'\bmetasta\w+ (?:malignant |solid )?(?:neoplasm |tumor |cancer |disease |carcinoma )?(?:to|in|'
-        r'into) (?:the )?(?:\w+ )?(?:brain|liver|lungs?|bones?|cns|central nervous system|adrenal \w+|lymph nodes?|pleura|'
-        r'peritoneum|skin|spine)\b'),
+    *[(f'{organ} metastasis', rf'\b(?:{words})(?: and \w+| or \w+)?(?: \w+)? (?:metasta\w+|mets)\b|\bmetasta\w+ (?:malignant '
+       rf'|solid )?(?:neoplasm |tumor |cancer |disease |carcinoma )?(?:to|in|into) (?:the )?(?:\w+ )?(?:{words})\b')
+      for organ, words in [('brain', 'brain|cerebral|leptomeningeal|cns|central nervous system|intracranial'),
+                           ('liver', 'liver|hepatic'),
+                           ('other', r'lungs?|bones?|soft tissues?|pulmonary|periton\w+|spinal|spine|skeletal|lymph nodes?|'
+                               r'ovarian|'
+        r'adrenal(?: \w+)?|skin|osseous|pleura')]],
     ('metastasis', r'\bsecondary (?:malignant )?(?:CA)(?: of (?:the )?\w+)?'),
     ('', r'(?:kirsten |kristen )?rat sarcoma(?: vir\w+)?|sarcoma (?:viral|virus)|(?:anaplastic )?lymphoma kinase|'
         r'cell lymphoma 2|leukemia inhibitory|melanoma (?:associated )?antigen|breast cancer (?:gene|resistance protein|'
@@ -147,13 +172,15 @@ INDICATION_PATTERNS = [(code, re.compile(f" (?:{p.replace('CA', _CA)})")) for co
     ('', r'\bcarcinoma in situ of|mucous membrane|skin (?:rash|toxicit\w+|reaction)s?|head to head|cell lung fibrosis|'
         r'interstitial lung|lung (?:disease|injury|function|fibrosis|transplant\w*)|gist of|'
         r'multiple endocrine neoplasia(?: \w+)?|head to toe'),
+    ('', r'head and neck(?= (?:basal|cutaneous|skin|melanoma|merkel))'),
+    ('SOLID', r'solid(?= (?:and|or) (?:\w+ ){1,4}CA)'),
     # thoracic
     ('NSCLC', r'non small cell(?: lung)?|non small lung|\bnsq? ?nsclc\b|\b\w{0,2}nsclc\w*|nonsquamous(?: lung)?|'
         r'non small(?= adeno)'),
     ('SCLC', r'\bsmall cell (?:\w+ )?(?:lung|bronch\w+)\b|\blung small cell\b|lung \w+ small cell|\b(?:es|ls|ed)? ?sclc\b|'
         r'small cell CA (?:of )?(?:the )?lung|CA (?:of the )?lung small cell|oat cell|CA small cell lung'),
     ('MESO', r'mesotheliom\w*'),
-    ('THYMIC', r'\bthymom\w*|\bthymic\b'),
+    ('THYMIC', r'\bthymom\w*|\bthymic\b(?! (?:large|b)\b)'),
     # skin
     ('nonmelanoma', r'non ?melanoma(?:tous)?'),
     ('UVEAL', r'(?:uveal?|eye|ocular|intraocular|choroidal|iris|ciliary body)(?: and \w+)? melanom\w*|'
@@ -163,6 +190,7 @@ INDICATION_PATTERNS = [(code, re.compile(f" (?:{p.replace('CA', _CA)})")) for co
     ('CSCC', r'\b(?:cutaneous (?:\w+ )?squamous(?: cell)?|squamous(?: cell)? (?:CA )?(?:of )?(?:the )?skin|'
         r'skin squamous(?: cell)?|cscc|cutaneous scc)\b'),
     ('BCC', r'\bbasal cell\b|\bbcc\b'),
+    ('', r'; (?:cell )?(?:CA )?(?:of|in) (?:the )?(?:head and neck|h n)\b'),
     # blood: the named entities before the unspecific ones
     ('AMYLOID', r'\b\w*amyloid\w*'),
     ('WM', r'waldenstrom(?: macroglobulin\w+)?|macroglobulin\w+|lymphoplasmacytic|lympho plasmacytic'),
@@ -193,11 +221,12 @@ INDICATION_PATTERNS = [(code, re.compile(f" (?:{p.replace('CA', _CA)})")) for co
     ('MPN', r'myeloprolif\w+|myelofibro\w+|\bmpns?\b|polycyth\w+|thrombocyth\w+|mastocyto\w+|mast cell|hypereosin\w+|'
         r'eosinophilic leuk\w+|\bpmf\b'),
     ('HISTIO', r'histiocyt(?!om)\w+|erdheim|rosai'),
-    ('DLBCL', r'transformed (?:\w+ ){0,3}(?:lymphom\w*|nhl)|diffuse (?:large|histiocytic|mixed|small|b)(?: \w+){0,2}|'
+    ('DLBCL', r'transformed (?:\w+ ){0,4}(?:lymphom\w*|nhl|non hodgkin\w*)|diffuse (?:large|histiocytic|mixed|small|'
+        r'b)(?: \w+){0,2}|'
         r'\b(?:large b|b large)(?: cell)?|lymphoma large b|immunoblastic|\b\w{0,2}dlbc?l\b|\blbcl\b|burkitt\w*|'
         r'primary mediastinal|mediastinal (?:\w+ ){0,2}(?=lymphoma)|\bpmb?cl\b|\bpmbl\b|'
-              r'high grade (?:b cell|non hodgkin|lymph\w+)|(?:aggressive|intermediate) (?:\w+ ){0,2}(?:nhl|lymphom\w+|'
-                  r'non hodgkin\w*)|(?:double|triple) hit|lymphomatoid granulomatosis|mature b cell (?:acute )?leukemia'),
+        r'high grade (?:b cell|non hodgkin|lymph\w+)|(?:aggressive|intermediate) (?:\w+ ){0,2}(?:nhl|lymphom\w+|'
+        r'non hodgkin\w*)|(?:double|triple) hit|lymphomatoid granulomatosis|mature b cell (?:acute )?leukemia'),
     ('FL', r'\bfollic\w+(?: \w+){0,5} (?:lymphom\w*|nhl)|lymphoma(?:s)?(?: \w+)? follic\w+|\bfollicular (?:and|or|nhl|'
         r'b cell|large|mixed|center|non|non hodgkin)|\bfollicular$'),
     ('MCL', r'\bmantle(?: cell)?(?: lymphomas?)?\b|\bmcl\b'),
@@ -207,13 +236,14 @@ INDICATION_PATTERNS = [(code, re.compile(f" (?:{p.replace('CA', _CA)})")) for co
         r'neoplasm\w*)|\b(?:t|nk) cell (?:and|or) (?:nk|t|b) cell (?:lymphomas?|malignanc\w+)|lymphomas? (?:(?:cutaneous|'
         r'peripheral|extranodal nk|nk) )?t cell(?!s)|(?:primary |'
         r'systemic )?(?:cutaneous )?anaplastic large(?: cell)?(?: lymphomas?)?|lymphoma large cell anaplastic|'
-            r'mycosis fungoides|sezary\w*|angioimmunoblastic|hepatosplenic|\bptcls?\b|\bctcls?\b|\bs?alcl\b|\be?nktc?l\b|'
-                r'nk t\b|lymphomatoid papulosis|large granular lympho\w+|\batll\b|\balk (?:positive )?(?:\w+ )?lymphom\w+|'
-                r'cutaneous lymphoma'),
+        r'mycosis fungoides|sezary\w*|angioimmunoblastic|hepatosplenic|\bptcls?\b|\bctcls?\b|\bs?alcl\b|\be?nktc?l\b|'
+        r'nk t\b|lymphomatoid papulosis|large granular lympho\w+|\batll\b|\balk (?:positive )?(?:\w+ )?lymphom\w+|'
+        r'cutaneous lymphoma'),
     ('HL', r'(?<!non )\bhodgkin\w*(?: \w+)?(?: lymphom\w*| disease)?|lymphoma hodgkin'),
     ('NHL', r'(?:lymphomas? )?non hodgkin\w*(?: lymphom\w*)?|\bnhls?\b|\bb cell (?:\w+ )?(?:lymphom\w*|malignan\w+|'
-        r'neoplasm\w*|lymphoid)|lymphomas? b cell|b cell leukemia|indolent (?:\w+ )?lymphom\w*|'
+        r'neoplasm\w*|lymphoid)|lymphomas? b cell|indolent (?:\w+ )?lymphom\w*|'
         r'low grade (?:\w+ )?lymphom\w*|hairy cell(?: leukemia)?|\bptld\b|cd20 (?:positive )?lymphom\w+|b lineage lymph\w+'),
+    ('B leukaemia', r'\bb cell leukemi\w*'),
     ('lymphoma', r'\blymphom\w*|lymphoprolif\w+'),
     ('HEME', r'\w*leukemi\w*|\bhemato(?:log\w+| onc\w+)|hematopoietic (?:and |or )?(?:lympho?id |'
         r'lymphatic )?(?:system )?CA|lymphoid CA|myeloid (?:CA|diseases?|disorders?)|blood CA'),
@@ -223,12 +253,14 @@ INDICATION_PATTERNS = [(code, re.compile(f" (?:{p.replace('CA', _CA)})")) for co
         r'brain ?stem|ganglioglio\w*|xanthoastro\w+|gliomatosis'),
     ('CNS', r'ependymom\w*|medulloblast\w*|meningiom\w*|craniopharyng\w*|choroid plexus|pineo\w+|pineal|pituitary|'
         r'neuroectodermal|atypical teratoid(?: rhabdoid)?|\batrt\b|germinoma|schwannom\w*|vestibular'),
+    ('primary brain', r'primary (?:malignant )?(?:brain|cns|central nervous system) CA'),
     ('brain', _site(r'brain|cns|central nervous system|spinal cord|intracranial|spinal axis')),
     ('NEUROBL', r'neuroblastom\w*|ganglioneuro\w+'),
     ('GIST', r'gastro ?intestinal stromal(?: CA)?|\bgists?\b'),
     ('DESMOID', r'desmoid\w*|aggressive fibromatosis'),
     ('BONE', r'osteosarcom\w*|ewing\w*(?: sarcoma)?|chondrosarcom\w*|chordom\w*|giant cell tumor(?: of bone)?|'
-        r'bone sarcom\w*|sarcoma of bone|osteogenic(?: sarcoma)?|' + _site('bone', 1)),
+        r'bone sarcom\w*|sarcoma of bone|osteogenic(?: sarcoma)?'),
+    ('bone', _site('bone', 1)),
     ('ENDOMETRIAL', r'uterine carcinosarcom\w*'),
     ('gynaecological', r'carcinosarcom\w*|mixed mullerian'),
     ('STS', r'soft tissue(?: sarcom\w*)?|malignant fibrous(?: histiocytom\w*)?|histiocytom\w*|\w+sarcomas?\b|'
@@ -236,10 +268,11 @@ INDICATION_PATTERNS = [(code, re.compile(f" (?:{p.replace('CA', _CA)})")) for co
         r'solitary fibrous|hemangiopericyt\w+|hemangioendo\w+|pecoma|neurofibrom(?!at)\w*|synovial|\bsts\b'),
     ('sarcoma', r'\bsarcom(?!atoid)\w*'),
     # digestive
-    ('PROSTATE', r'neuro ?endocrine prostat\w*(?: CA)?|prostat\w* (?:\w+ ){0,2}neuro ?endocrine(?: CA)?'),
+    ('neuroendocrine prostate', r'neuro ?endocrine prostat\w*(?: CA)?|prostat\w* (?:\w+ ){0,2}neuro ?endocrine(?: CA)?'),
     ('NET', r'(?:(?:pancrea\w+|gastr\w+|entero ?pancreatic|intestinal|colorectal|rectal|midgut|'
-        r'thymic) )*(?:neuro ?endocrine|carcinoid|islet cell)(?: (?:CA|syndrome))*(?: of (?:the )?(?:pancreas|gi|'
-        r'gastro\w*|stomach|small bowel))?|\bgep\b|\bp?nets\b|\bpnet\b|insulinoma|gastrinoma|glucagonoma|somatostatinoma'),
+        r'thymic) )*(?:neuro ?endocrine|carcinoid|islet cell)(?: (?:pancrea\w+|CA|syndrome))*(?: of (?:the )?(?:pancreas|gi|'
+        r'gastro\w*|stomach|small bowel)(?: tract)?(?: and pancreas)?)?|\bgep\b|\bp?nets\b|\bpnet\b|insulinoma|gastrinoma|'
+        r'glucagonoma|somatostatinoma'),
     ('GASTRIC', r'gastr\w* ?o?esophag\w+|esophago ?gastric|\bgastric\w*|\bgej\b|\begj\b|\bstomach|\bgea\b|\bcardia\b|'
         r'cardio ?esophag\w+|siewert|\bg oj\b'),
     ('ESOPH', r'\besophag(?!it)\w*|\bescc\b|\boesoph\w+'),
@@ -249,7 +282,8 @@ INDICATION_PATTERNS = [(code, re.compile(f" (?:{p.replace('CA', _CA)})")) for co
     ('HCC', r'hepato ?cell\w*|\ba?hcc\b|hepatomas?\b|hepato ?carcinom\w*|fibrolamellar|hepatoblastom\w*'),
     ('liver', _site(r'liver|hepatic', 2)),
     ('BTC', r'\bcholangi(?!t)\w*|\bbil+iary|gall ?bladder|bile duct\w*|\bampulla\w*|klatskin|periampullary'),
-    ('PANC', r'\bpancrea(?:s|tic\w*)?\b(?! insuff)|\bm?pdac\b'),
+    ('pancreas', r'pancrea\w+ (?:neoplasm\w*|tumor)'),
+    ('PANC', r'\bpancrea(?:s|tic\w*)?\b(?! insuff)|\bm?pdac?\b'),
     # urogenital
     ('PROSTATE', r'\bprostat(?!iti)\w*|\bn?m?crpc\b|\bm?[hc]spc\b|\bmcnpc\b|castrat\w+'),
     ('UROTHELIAL', r'\w*urothe\w*|\bbladder\b|transitional cell|\bn?mibc\b|\bnmibc\b|\bureter\w*|urethra\w*|renal pelvis|'
@@ -257,57 +291,76 @@ INDICATION_PATTERNS = [(code, re.compile(f" (?:{p.replace('CA', _CA)})")) for co
     ('RCC', r'\brenal cell\w*|\brenal\b(?=(?: \w+){0,3} CA)|CA (?:of )?(?:the )?renal|\b\w{0,2}rcc\b|hypernephroma|' +
         _site(r'kidneys?', 3)),
     ('urogenital', r'genito ?urinary|uro ?genital|urologic\w*'),
-    ('GERMCELL', r'\bgerm ?cell|\btestic\w+(?! ;| (?:\w+ )?lymph)|seminoma\w*|non ?seminom\w*|\bteratoma|trophoblastic|'
+    ('GERMCELL', r'\bgerm ?cell|\bgcts?\b|\btestic\w+\b(?! ;| (?:\w+ )?lymph)|seminoma\w*|non ?seminom\w*|\bteratoma|'
+        r'trophoblastic|'
         r'choriocarcinoma|yolk sac|\btestis'),
     ('OVARIAN', r'\bovar(?:y|ian|ies|io)\w*|fallopian|primary peritoneal|\b(?:h|l)gsoc\b|\bproc\b|\bpsoc\b|tubo ?ovarian'),
     ('peritoneal', r'peritoneal (?:cavity |surface )?(?:CA|serous|carcinomatosis)|CA (?:of )?(?:the )?periton\w+'),
     ('CERVICAL', r'(?:uterine )?\bcervi(?:x|cal)\b(?: uteri)?(?! (?:lymph )?nod| spine)|uterine cervi\w+'),
-    ('ENDOMETRIAL', r'endometri(?!os|oid)\w*|(?:uterine|uterus) (?:corpus|body|serous|papillary|clear|endometr\w+)|corpus uteri'),
+    ('ENDOMETRIAL', r'endometri(?!os|oid)\w*|(?:uterine|uterus) (?:corpus|body|serous|papillary|clear|endometr\w+)|'
+        r'corpus uteri'),
     ('uterine', r'\buter(?:us|ine)\b(?! leiomyo| fibroid| bleed)'),
     ('gynaecological', r'gyna?ecolog\w*|female reproductive'),
     ('BREAST', r'\bbreast\w*|\bm?tnbc\b|\bmbc\b|triple negative|\bmammary|ductal carcinoma in situ|\bdcis\b|lobular carcinoma'),
     # head and neck
     ('NPC', r'naso ?phar\w+'),
     ('THYROID', r'(?<!para)\bthyroid\w*|\bmtc\b|hurthle'),
-    ('HNSCC', r'(?:squamous \w+ )?(?:CA )?(?:of )?(?:the )?head (?:and |& )?(?:the )?neck squamous\w*|'
-        r'squamous (?:cell )?(?:\w+ )?(?:CA )?(?:of )?(?:the )?head (?:and )?neck|\br? ?m? ?hnscc\b|\bscchn\b|oral cavity|'
+    ('HNSCC', r'(?:squamous \w+ )?(?:CA )?(?:of )?(?:the )?head (?:and |or )?(?:the )?neck squamous\w*|'
+        r'squamous (?:cell )?(?:\w+ )?(?:CA )?(?:of )?(?:the )?head (?:and |or )?(?:the )?neck|\br? ?m? ?hnscc\b|\bscchn\b|'
+        r'oral cavity|'
         r'\bo?ropharyn\w*|oropharyn\w*|hypopharyn\w*|\blaryn\w+|\boral (?:squamous|CA)|tongue|\bsalivary|\blip\b|'
         r'paranasal|nasal cavity|parotid|tonsil\w*|upper aero\w+|squamous neck|CA oral|\bmouth CA|pharyn(?:x|geal)'),
-    ('headneck', r'head (?:and |& )?(?:the )?neck|\bhnc\b'),
+    ('headneck', r'head (?:and |or )?(?:the )?neck|\bhnc\b|\bh n CA'),
     # organs without a histology
     ('lung', _site(r'lungs?|bronchus|bronchogenic|bronchial|pulmonary|lung cell', 4) + r'|\blung (?:adeno\w*|squamous)|'
         r'bronchi?ol\w+|(?:adeno\w*|squamous(?: cell)?(?: CA)?|CA)(?: of)?(?: the)? lungs?\b'),
     ('skin', _site(r'skin|cutaneous', 2)),
     # unspecific
-    ('SOLID', r'other (?:\w+ ){0,3}solid (?:\w+ )?CA|solid CA (?:and|or|plus)\b(?! (?:advanced |other )?(?:hemat|lymph|'
+    ('SOLID', r'other (?:\w+ ){0,3}solid (?:\w+ )?CA|solid CA (?:and|or|plus|along with)\b(?! (?:advanced |other )?(?:hemat|'
+        r'lymph|'
         r'blood))|(?<=\| )(?:\w+ ){0,3}(?:advanced|metasta\w+|unresectable|unspecified adult|unspecified childhood|'
         r'recurrent|refractory|locally advanced)(?: \w+){0,2} solid (?:CA|neoplasm)(?: \w+){0,4} (?=\|)'),
     ('solid', r'CA solid|(?:advanced|rare|metastatic) tumor|\bsolid (?:\w+ )?CA|\bsolid CA|unknown primary|unknown origin|'
         r'\bcup\b|gastrointestinal CA|digestive CA|vulva\w*|vagina\w*|penile|penis|wilms|nephroblastoma|retinoblastoma|'
-        r'small (?:intestin\w+|bowel)|duoden\w+ CA|squamous cell|adenocarcinoma|carcinoma|solid$|(?:mutated|mutant|'
+        r'small (?:intestin\w+|bowel)\b(?! ;)|duoden\w+ CA|squamous cell|adenocarcinoma|carcinoma|solid$|(?:mutated|mutant|'
         r'positive|deficient|expressing|altered|rearranged|fusion) tumor'),
     ('metastasis', r'\bmetastasis'),
     ('PAN', r'\bCA\b'),
 ]]
 
-# %% ../nbs/01_vocab.ipynb #c016
+# %% ../nbs/01_vocab.ipynb #c019
 def _set(text): return frozenset(text.split())
 _NHL = _set('FL DLBCL MCL MZL TCL PCNSL WM')
 _HEME = frozenset(INDICATIONS.index[INDICATIONS['group'] == 'heme']) | {'lymphoma'}
 _SOLID = frozenset(INDICATIONS.index) - _HEME - {'PAN'} | _set(
-    'lung brain liver sarcoma headneck skin nonmelanoma uterine peritoneal urogenital gynaecological')
+    'lung brain liver pancreas bone sarcoma headneck skin nonmelanoma uterine peritoneal urogenital gynaecological')
 HEADINGS = { # heading: (what it contains, what it stands for)
-    'lung': (_set('NSCLC SCLC'), 'NSCLC'), 'brain': (_set('GLIOMA CNS PCNSL'), 'CNS'), 'liver': (_set('HCC BTC'), 'HCC'),
-    'sarcoma': (_set('STS BONE GIST DESMOID'), 'STS'), 'headneck': (_set('HNSCC NPC THYROID'), 'HNSCC'),
-        'skin': (_SOLID - {'skin', 'SOLID'}, 'SOLID'),
-    'nonmelanoma': (_set('CSCC BCC MERKEL'), 'BCC CSCC'), 'uterine': (_set('ENDOMETRIAL CERVICAL STS gynaecological'),
-        'ENDOMETRIAL'),
-    'peritoneal': (_SOLID - {'peritoneal', 'SOLID'}, 'OVARIAN'), 'urogenital': (_set('PROSTATE RCC UROTHELIAL GERMCELL'),
-        'PROSTATE RCC UROTHELIAL'),
+    'lung': (_set('NSCLC SCLC'), 'NSCLC'),
+    'brain': (_set('GLIOMA CNS PCNSL') | {'brain metastasis'}, 'CNS'),
+    'primary brain': (_set('GLIOMA CNS PCNSL'), 'CNS'),
+    'liver': (_set('HCC BTC') | {'liver metastasis'}, 'HCC'),
+    'sarcoma': (_set('STS BONE GIST DESMOID'), 'STS'),
+    'headneck': (_set('HNSCC NPC THYROID'), 'HNSCC'),
+    'skin': (_SOLID - {'skin', 'SOLID'}, 'SOLID'),
+    'nonmelanoma': (_set('CSCC BCC MERKEL'), 'BCC CSCC'),
+    'uterine': (_set('ENDOMETRIAL CERVICAL STS gynaecological'), 'ENDOMETRIAL'),
+    'peritoneal': (_SOLID - {'peritoneal', 'SOLID'}, 'OVARIAN'),
+    'urogenital': (_set('PROSTATE RCC UROTHELIAL GERMCELL'), 'PROSTATE RCC UROTHELIAL'),
     'gynaecological': (_set('OVARIAN CERVICAL ENDOMETRIAL'), 'CERVICAL ENDOMETRIAL OVARIAN'),
-    'NHL': (_NHL, 'NHL'), 'lymphoma': (_NHL | _set('NHL HL CLL ALL'), 'NHL'), 'HEME': (_HEME - {'HEME'}, 'HEME'),
-    'solid': (_SOLID, 'SOLID'), 'metastasis': (_SOLID | _HEME | {'solid'}, 'SOLID'),
-        'PAN': (_SOLID | _HEME | _set('solid metastasis'), 'PAN'),
+    'NHL': (_NHL, 'NHL'),
+    'lymphoma': (_NHL | _set('NHL HL CLL ALL'), 'NHL'),
+    'HEME': (_HEME - {'HEME'}, 'HEME'),
+    'solid': (_SOLID, 'SOLID'),
+    'metastasis': (_SOLID | _HEME | {'solid'}, 'SOLID'),
+    'other metastasis': (_SOLID | _HEME | {'solid'}, 'SOLID'),
+    'brain metastasis': ((_SOLID | _HEME | {'solid'}) - {'brain'}, 'SOLID'),
+    'liver metastasis': ((_SOLID | _HEME | {'solid'}) - {'liver'}, 'SOLID'),
+    'B leukaemia': (_set('ALL CLL'), 'CLL'),
+    'pancreas': (_set('NET PANC'), 'PANC'),
+    'bone': (_set('BONE BREAST PROSTATE NSCLC RCC') | {'other metastasis'}, 'BONE'),
+    'NET': ({'neuroendocrine prostate'}, 'NET'),
+    'neuroendocrine prostate': (set(), 'PROSTATE'),
+    'PAN': (_SOLID | _HEME | _set('solid metastasis') | {'brain metastasis', 'liver metastasis', 'other metastasis'}, 'PAN'),
 }
 
 def _resolve(found):
@@ -317,12 +370,12 @@ def _resolve(found):
         if not HEADINGS[h][0] & found: out |= _set(HEADINGS[h][1])
     return out
 
-# %% ../nbs/01_vocab.ipynb #c018
+# %% ../nbs/01_vocab.ipynb #c021
 def _text(x): return x if isinstance(x, str) else ''
 _WHOLE = {w.split()[0]: w for w in ['cell', 'multiple myeloma', 'small cell lung', 'melanoma', 'lymphoma', 'leukemia',
     'myeloma', 'hepatocellular', 'colorectal', 'pancreatic', 'urothelial',
-          'prostate', 'glioblastoma', 'breast', 'ovarian', 'cholangiocarcinoma', 'hodgkin', 'mantle cell', 'gastric',
-              'esophageal', 'mesothelioma', 'sarcoma', 'neuroendocrine', 'bladder', 'follicular']}
+    'prostate', 'glioblastoma', 'breast', 'ovarian', 'cholangiocarcinoma', 'hodgkin', 'mantle cell', 'gastric',
+    'esophageal', 'mesothelioma', 'sarcoma', 'neuroendocrine', 'bladder', 'follicular', 'tissue']}
 
 def _complete(text):
     "Normalized title whose last word, if it was cut, is whole again."
@@ -330,20 +383,31 @@ def _complete(text):
     enough = len(last) > 3 or last in ('cel', 'mul', 'sma')
     return next((f'{head} {w}' for k, w in _WHOLE.items() if enough and k != last and k.startswith(last)), text)
 
+_ROWS = {} # first three letters of a sign: the rows of the table that it may start; '' for the rows to try always
+for k, (_, quick) in enumerate(INDICATION_PATTERNS):
+    short = not quick.signs or any(len(x) < 3 or ';' in x for x in quick.signs)
+    for x in [''] if short else quick.signs: _ROWS.setdefault(x[:3], set()).add(k)
+
 @lru_cache(100_000)
-def _map_indications(conditions, title):
-    text, found = f" | {normalize(conditions).replace('|', ' | ')} | | {_complete(normalize(title))}", set()
-    for code, pattern in INDICATION_PATTERNS:
-        text, n = pattern.subn(' ; ', text)
+def _found(text):
+    "What the patterns find in one condition or title."
+    text, found = f' {text}', set()
+    starts = _ROWS.keys() & {text[i:i + 3] for i in range(len(text))}
+    for k in sorted(_ROWS[''].union(*(_ROWS[x] for x in starts))):
+        code, pattern = INDICATION_PATTERNS[k]
+        if not pattern.may(text): continue
+        text, n = pattern.re.subn(' ; ', text)
         if n and code: found.add(code)
-    return tuple(sorted(_resolve(found)))
+    return found
 
 def map_indications(
     conditions:str|None, # conditions of the trial, pipe-joined; None or NaN where missing
     title:str|None,      # title of the trial
 )->tuple: # sorted codes of `INDICATIONS`, () where none is named
     "All indications that a trial names. More than four are not yet collapsed: see `collapse`."
-    return _map_indications(_text(conditions), _text(title))
+    found = set(_found('| ' + _complete(normalize(_text(title)))))
+    for c in normalize(_text(conditions)).split('|'): found |= _found(f'| {c.strip()} |')
+    return tuple(sorted(_resolve(found)))
 
 def collapse(
     codes:tuple, # codes of one trial
@@ -352,7 +416,7 @@ def collapse(
     "The pan-tumour rule: a trial of more than `most` indications is one bet on all of them."
     return codes if len(codes) <= most else ('PAN',)
 
-# %% ../nbs/01_vocab.ipynb #c027
+# %% ../nbs/01_vocab.ipynb #c028
 _PHASE_FIELD = {'EARLY_PHASE1': '1', 'PHASE1': '1', 'PHASE1|PHASE2': '1/2', 'PHASE2': '2', 'PHASE2|PHASE3': '2/3',
     'PHASE3': '3', 'PHASE4': '4'}
 _ROMAN = {'0': 1, 'i': 1, 'ii': 2, 'iii': 3, 'iv': 4, '1': 1, '2': 2, '3': 3, '4': 4, 'one': 1, 'two': 2, 'three': 3, 'four': 4}
@@ -373,48 +437,51 @@ def map_phase(
     b = _ROMAN[m[2].lower()] if m[2] else a
     return {(1, 2): '1/2', (2, 3): '2/3', (1, 3): '1/2'}.get((a, b), str(min(a, b)))
 
-# %% ../nbs/01_vocab.ipynb #c030
-_NO_LINE = re.compile(r'(?:castrat\w+|hormone|androgen|radio ?iodine|radioactive iodine|iodine|rai|'
+# %% ../nbs/01_vocab.ipynb #c031
+_NO_LINE = Quick(r'(?:castrat\w+|hormone|androgen|radio ?iodine|radioactive iodine|iodine|rai|131 ?i|i 131|'
     r'radio)(?: \d+)? (?:resist\w+|refract\w+|independent)|refractory anemia|(?:prior|previous|after|following|without|'
     r'months of|completing|received|failed) (?:neo ?)?adjuvant(?: or (?:neo ?)?adjuvant)?|adjuvant setting and have|'
     r'(?:immune|vaccine|immunological) adjuvant|adjuvanted|'
-                      r'non ?resectable|cannot be (?:removed|resected)\w*(?: by surgery)?|not be removed by surgery|'
-                          r'unresectable|bone marrow resection|risk of (?:relapse|recurrence|progression)|'
-                          r'high risk for relapse|'
-                      r'(?:prevent\w*|delay\w*) (?:\w+ ){0,2}(?:relapse|recurrence|progression)|antimicrobial resist\w+|'
-                          r'mechanisms? of resist\w+|predict\w+ (?:\w+ ){0,4}resist\w+|(?:recurren\w+|relaps\w+) free|'
-                          r'progression free')
-_ADJUVANT = re.compile(r'adjuvant|peri ?operativ|pre ?operativ|post ?operativ|pre ?surgical|post ?surgical|'
-    r'window of opportunity|\bresect(?:able|ed)\b|\boperable|'
-                       r'\b(?:before|prior to|preceding|after|following|undergoing|removed by|candidates? for|'
-                           r'eligible for|followed by|awaiting|scheduled for)(?: \w+){0,2} (?:surgery|surgical|resection|'
-                           r'cystectomy|prostatectomy|nephrectomy|mastectomy|hepatectomy|esophagectomy|metastasectomy|'
-                           r'lumpectomy)')
-_AFTER_FIRST = re.compile(r'(?:progress\w+|relaps\w+|fail\w+|refractory|resistan\w+) (?:\w+ ){0,3}(?:first|front|'
+    r'non ?resectable|non ?operable|inoperable|cannot be (?:removed|resected)\w*(?: by surgery)?|not be removed by surgery|'
+    r'unresectable|bone marrow resection|risk of (?:relapse|recurrence|progression)|'
+    r'high risk for relapse|'
+    r'(?:prevent\w*|delay\w*) (?:\w+ ){0,2}(?:relapse|recurrence|progression)|antimicrobial resist\w+|'
+    r'mechanisms? of resist\w+|predict\w+ (?:\w+ ){0,4}resist\w+|(?:recurren\w+|relaps\w+) free|'
+    r'progression free|not respond\w* to (?:\w+ )?(?:iodine|hormone|vaccine)\w*')
+_ADJUVANT = Quick(r'adjuvant|peri ?operativ|pre ?operativ|post ?operativ|pre ?surgical|post ?surgical|'
+    r'window of opportunity|\bresect(?:able|ed)\b|\boperable|early (?:stage )?breast|can be (?:treated|removed) (?:with|'
+    r'by) surgery|'
+    r'\b(?:before|prior to|preceding|after|following|undergoing|removed by|candidates? for|'
+    r'eligible for|followed by|awaiting|scheduled for)(?: \w+){0,2} (?:surgery|surgical|resection|'
+    r'cystectomy|prostatectomy|nephrectomy|mastectomy|hepatectomy|esophagectomy|metastasectomy|'
+    r'lumpectomy)')
+_AFTER_FIRST = Quick(r'(?:progress\w+|relaps\w+|fail\w+|refractory|resistan\w+) (?:\w+ ){0,3}(?:first|front|'
     r'1st) ?line|\b(?:after|beyond|following|post) (?:\w+ ){0,3}(?:first|1st|front) ?line')
-_FIRST = re.compile(r'first(?: or second)? ?line|\b1st ?line|\b1l\b|front ?line|\bfirst treatment\b|untreated|'
-    r'(?:treatment|chemo\w*|therapy|drug|tki|immunotherapy|inhibitor)? ?\bnaive|chemo ?naiv\w*|newly diagnosed|'
+_FIRST = Quick(r'first(?: or second)? ?line|\b1st ?line|\b1l\b|front ?line|\bfirst treatment\b|untreated|'
+    r'(?:treatment|chemo\w*|therapy|drug|tki|immunotherapy|inhibitor)? ?\bnaive|chemo ?naiv\w*|newly diagnosed|\bndmm\b|'
     r'not (?:been )?previously (?:been )?treated|'
-                    r'(?:no|without) (?:prior|previous) (?:\w+ ){0,2}(?:therapy|treatment|chemotherapy)|'
-                        r'not received (?:prior|previous|any)|initial (?:treatment|therapy|systemic)|upfront|'
-                        r'primary treatment of|de novo')
-_BOTH = re.compile(r'(?:newly diagnosed|untreated|naive|frontline|first line) (?:\w+ ){0,2}(?:or|and)(?: \w+)? (?:relaps|'
+    r'(?:no|without) (?:prior|previous) (?:\w+ ){0,2}(?:therapy|treatment|chemotherapy)|'
+    r'not received (?:prior|previous|any)|initial (?:treatment|therapy|systemic)|upfront|'
+    r'primary treatment of|de novo')
+_BOTH = Quick(r'(?:newly diagnosed|untreated|naive|frontline|first line) (?:\w+ ){0,2}(?:or|and)(?: \w+)? (?:relaps|'
     r'refract|recurr|previously treated|second)|(?:relaps\w+|refractory|recurrent|treated) (?:or|and) (?:newly|'
     r'previously untreated|untreated|treatment naive)')
-_LATER = re.compile(r'(?:second|third|fourth|2nd|3rd|later|further)(?: or \w+)* ?lines?\b|\b[23]l\b|relaps\w*|refract\w*|'
+_LATER = Quick(r'(?:second|third|fourth|2nd|3rd|later|further)(?: or \w+)* ?lines?\b|\b[23]l\b|relaps\w*|refract\w*|'
     r'previously(?: \w+)? treated|pre ?treated|previous(?:ly)? (?:\w+ )?(?:therapy|treatment|exposure)|resist\w*|fail\w+|'
     r'salvage|\br r\b|\brrmm\b|'
-                    r'progress(?:ed|ing|ion|ive) (?:\w+ ){0,2}(?:on|after|following|during|to|despite|while|from)|'
-                        r'(?:beyond|after|following|on|upon|with|post|since) (?:disease )?progress\w+|has progressed|'
-                        r'intoleran\w+|re ?challenge|retreatment|'
-                    r'(?:at least|or more|\d) (?:\w+ )?prior|prior (?:\w+ ){0,4}(?:lines?|therap\w+|treatments?|regimens?|'
-                        r'systemic|chemotherapy)|(?:have|had|has|already) (?:previously )?(?:been )?(?:received|treated)|'
-                        r'after (?:\w+ ){0,2}(?:therapy|chemotherapy|treatment|inhibitors?|osimertinib|docetaxel|'
-                        r'platinum)|gotten worse')
-_RECURRENT = re.compile(r'recurren\w*|recurring')
-_EITHER = re.compile(r'metasta|stage|recurren\w+ (?:and|or) (?:or )?(?:\w+ )?(?:advanced|unresect|persist)|'
-                     r'(?:advanced|unresect\w+|persistent|primary) (?:and |or )+recurren')
-_SPREAD = re.compile(r'metasta\w+|stage|advanced|unresect\w+|persistent')
+    r'progress(?:ed|ing|ion|ive) (?:\w+ ){0,2}(?:on|after|following|during|to|despite|while|from)|'
+    r'(?:beyond|after|following|on|upon|with|post|since) (?:disease )?progress\w+|has progressed|'
+    r'intoleran\w+|re ?challenge|retreatment|'
+    r'(?:at least|or more|\d) (?:\w+ )?prior|prior (?:\w+ ){0,4}(?:lines?|therap\w+|treatments?|regimens?|'
+    r'systemic|chemotherapy)|(?:have|had|has|already) (?:previously )?(?:been )?(?:received|treated)|'
+    r'after (?:\w+ ){0,2}(?:therapy|chemotherapy|treatment|inhibitors?|osimertinib|docetaxel|'
+    r'platinum)|gotten worse|platinum sensitive|(?:has|have|had|did|does) not respond\w*|(?:has|have|that) (?:returned|'
+    r'come back)')
+_RECURRENT = Quick(r'recurren\w*|recurring')
+_EITHER = Quick(r'metasta|stage|recurren\w+ (?:and|or) (?:or )?(?:\w+ )?(?:advanced|unresect|persist)|'
+    r'(?:advanced|unresect\w+|persistent|primary) (?:and |or )+recurren')
+_EYE = Quick(r'vitre(?:al|ous|ct)\w*|macula|retinal|retinopathy|glaucom|pteryg|cataract|cornea')
+_SPREAD = Quick(r'metasta\w+|stage|advanced|unresect\w+|persistent')
 
 @lru_cache(100_000)
 def map_line(
@@ -424,6 +491,7 @@ def map_line(
     "Line of therapy that a trial names; `unspecified` where it names none."
     t, c = (_NO_LINE.sub(' ', normalize(_text(x))) for x in (title, conditions))
     if 'maintenance' in t: return 'maintenance'
+    if _EYE.search(t): return 'unspecified'
     if _ADJUVANT.search(t): return 'adjuvant'
     if _BOTH.search(t): return 'unspecified'
     if _AFTER_FIRST.search(t): return 'later'
@@ -435,7 +503,7 @@ def map_line(
     if not _SPREAD.search(c) and (_LATER.search(c) or _RECURRENT.search(c)): return 'later'
     return 'unspecified'
 
-# %% ../nbs/01_vocab.ipynb #c033
+# %% ../nbs/01_vocab.ipynb #c034
 PROGRAMS = pd.DataFrame([
     ('pembrolizumab', 'Merck Sharp & Dohme|Schering-Plough', 'Keytruda', 'KEYNOTE|KEYLYNK|KEYVIBE|KEYMAKER|KEYFORM|LEAP|'
         'MK-?3475|MK-?1308A|MK-?7684A|SCH 900475'),
@@ -514,19 +582,23 @@ PROGRAMS = pd.DataFrame([
     ('vemurafenib', 'Hoffmann-La Roche|Genentech|Plexxikon', 'Zelboraf', 'PLX-?4032|RO-?5185426|RG7204|BRIM|coBRIM'),
     ('imatinib', 'Novartis', 'Gleevec|Glivec', 'STI-?571|CGP-?57148'),
 ], columns=['drug', 'sponsors', 'brands', 'marks']).set_index('drug')
-ALSO_CALLED = {'pembrolizumab': ['lambrolizumab'], 'osimertinib': ['mereletinib'], 'trastuzumab deruxtecan': ['t ?dxd'],
+ALSO_CALLED = {'brentuximab vedotin': ['brentuximab'], 'polatuzumab vedotin': ['polatuzumab'],
+    'enfortumab vedotin': ['enfortumab'], 'sacituzumab govitecan': ['sacituzumab'],
+    'pembrolizumab': ['lambrolizumab'], 'osimertinib': ['mereletinib'], 'trastuzumab deruxtecan': ['t ?dxd'],
     'axicabtagene ciloleucel': ['axi ?cel', 'axicel'],
-               'tisagenlecleucel': ['tisa ?cel'], 'bevacizumab': ['rhumab vegf'], 'trastuzumab': ['rhumab her2'],
-                   'daratumumab': ['humax cd38'], 'abiraterone': ['abiraterone acetate']}
+    'tisagenlecleucel': ['tisa ?cel', 'cart ?19', r'anti cd19 car\b(?: \w+){0,2} t cells?'],
+    'bevacizumab': ['rhumab vegf'], 'trastuzumab': ['rhumab her2'],
+    'daratumumab': ['humax cd38'], 'abiraterone': ['abiraterone acetate']}
 def _is_code(mark): return len(re.findall(r'\d', re.sub(r'\[.*?\]', '', mark))) > 1
 PROGRAMS['codes'] = ['|'.join(m for m in marks.split('|') if _is_code(m)) for marks in PROGRAMS['marks']]
 
-# %% ../nbs/01_vocab.ipynb #c035
+# %% ../nbs/01_vocab.ipynb #c036
 AGENT_STEMS = '''mabs? nibs? ciclib parib platin taxel rubicin zomib lisib sertib limus stat leucel leukin vedotin tansine
 mafodotin deruxtecan
 tecan domide citabine ribine arabine trexed trexate fosfamide mustine blastine cristine relbine rozole lutamide terone
 relin relix estrant oxifene
-feron bicin bucil zolomide zotocin mycin clax degib denib rafenib metinib rasib alfa lurin nectedin bulin bepilone mostim
+feron bicin bucil zolomide zotocin mycin clax degib denib rafenib metinib rasib alfa lurin nectedin ribulin binulin
+bepilone mostim
 stinel xantrone toposide
 phosphamide spib nexor ilant mestane'''.split()
 AGENT_NAMES = [' '.join(x.split()) for x in r'''
@@ -534,84 +606,114 @@ chemo(?!naiv| naiv)\w*, \w*immunochemo\w*, cytotoxic\w*, taxanes?, anthracycline
 5 ?fu, \w*fluorouracil, leucovorin, s 1, uft, gemzar, xeloda,
 taxotere, taxol, abraxane, alimta, eloxatin, camptosar, temodar, temodal, cytarabine, ara c, a[sz]ac[iy]t\w+, hydroxyurea,
 busulfan, thiotepa, bcnu, ccnu, dacarbazine, dtic, procarbazine,
-vp ?16, melphalan, etoposide, busulphan, t ?dm1, kadcyla, eribulin, halaven, trabectedin, arsenic, tretinoin, atra,
+vp ?16, melphalan, etoposide, busulphan, ftd, t ?dm1, kadcyla, eribulin, halaven, trabectedin, arsenic, tretinoin, atra,
 interferon\w*, ifn\w*, r?h?il ?(?:2|7|12|15|18|21), interleukin\w*, gm ?csf, bcg, \w*vaccin\w*,
-androgen (?:deprivation|ablation|suppression), adt, hormon\w+ (?:therapy|treatment|agents?),
-endocrine (?:therapy|treatment), aromatase, m?folfox\w*, m?folfiri\w*, xelox, capox, xeliri,
+androgen (?:deprivation|ablation|suppression), adt, [lg]n?hrha?\w*, hormon\w+ (?:therapy|treatment|agents?),
+endocrine (?:therapy|treatment), aromatase, an ai, m?folfox\w*, m?folfiri\w*, xelox, capox, xeliri,
 flot, gemox, (?:mini )?(?:r ?)?chop\w*, chp, a?avd, abvd, beacopp, r2, rvd, vrd, vmp, vtd, fcr, br, flag\w*, ice, dhap,
-beam, beeam, (?:hyper )?cvad, (?:da )?(?:r )?epoch, b cap, folfoxiri,
+(?<!external )beam, beeam, mpr?, v?k?[rd]d, [rvk]r?d, v[rct]d, (?:hyper )?cvad, (?:da )?(?:r )?epoch, b cap, folfoxiri,
 octreotide, lanreotide, 177 ?lu\w*, lutetium, radium\w*, tumor infiltrating, tils?, car ?ts?,
 dendritic cells?(?! neoplasm), nk cells?, cik, \w*killer cells?, oncolytic\w*, talimogene, t ?vec,
 metformin, \w*chloroquine, aspirin, celecoxib, valpro\w+, leuprol\w+, testosterone, radplat, doxil, caelyx, arginase,
 \w*statins?, vitamin d, dexamethasone, aldesleukin, herceptin, mk ?\d{4}\w?, bi ?\d{5,},
 t cells?(?! access| func| respon| infil| lymph| leuk| large| acute| non| malig), immuno ?conjugate,
 antibody drug conjugate'''.split(',')]
-_AGENT = re.compile(r'\b(?:\w{2,}(?:' + '|'.join(AGENT_STEMS) + ')|' + '|'.join(AGENT_NAMES) + r'|(?!(?:nct|ca|nsc|ind|'
-    r'brca|cd|stage|phase|nrg|gy|irb|lccc|umcc|\w*og|keynote|checkmate|step|arm|cohort) ?\d)[a-z]{2,6} ?\d{3,}[a-z]{0,2})\b')
-_NO_AGENT = re.compile(r'placebo|prednis\w+|denosumab|xgeva|zoledron\w+|\w*filgrastim|epoetin|radio\w*|radiation|'
+_AGENT_WORD = re.compile(r'\w{2,}(?:' + '|'.join(AGENT_STEMS) + ')')
+_AGENT = re.compile(r'\b(?:' + '|'.join(AGENT_NAMES) + r'|(?!(?:nct|ca|nsc|ind|'
+    r'brca|cd|stage|phase|nrg|gy|irb|lccc|umcc|\w*og|keynote|checkmate|step|arm|cohort|ctn|study|trial|protocol|in|of|for|'
+    r'to|with|or|from|by|age[ds]?) ?\d)[a-z]{2,6} ?\d{3,}[a-z]{0,2})\b')
+_NO_AGENT = Quick(r'placebo|prednis\w+|denosumab|xgeva|zoledron\w+|\w*grastim|epoetin|radio\w*|radiation|'
     r'irradiation|brachy\w+|stereotactic|sbrt|photon|proton|'
-                       r'surg\w+|resection|\w*ectomy|transplant\w*|asct|hsct|antiretrovir\w+|anti retrovir\w+|'
-                           r'best supportive care|supportive care|standard care|fluorine f 18\w*|'
-                       r'fdg|f 18|14c|folic acid|vitamin (?:b ?12|k)|caffeine|warfarin|digoxin|ritonavir|metoprolol|'
-                           r'dextromethorphan|rosuvastatin|moxifloxacin|modafinil|pioglitazone|theophylline|esomeprazole|'
-                           r'repaglinide|fluconazole|clarithromycin|tacrolimus|mycophenolate|valac\w+|acyclovir|'
-                           r'allopurinol|filgrastim|midazolam|itraconazole|rifampi\w+|ketoconazole|omeprazole|rabeprazole|'
-                           r'antacid\w*|biops\w+|plerixafor|'
-                       r'checkpoint inhibitor|minocycline|doxycycline|tetracycline|loperamide|urea cream|dexrazoxane')
+    r'surg\w+|resection|\w*ectomy|transplant\w*|asct|hsct|antiretrovir\w+|anti retrovir\w+|'
+    r'best supportive care|supportive care|standard care|\w*emboli[sz]ation|\btace\b|\belectro\w+|'
+    r'tumor treating fields|\bttf\w*|optune|novo ?ttf\w*|electric fields|ultrasound|microbubbles?|hyperthermia|'
+    r'\w*ablation\b|\bcryo\w+|\blaser\w*|\w*coagulation|vitrectomy|tseb|(?:external|proton|electron) beam|'
+    r'antidiarr\w*|anti ?emetic\w*|'
+    r'mouthwash\w*|ondansetron|diltiazem|voriconazole|posaconazole|insulin|probiotic\w*|'
+    r'fluorine f 18\w*|'
+    r'fdg|f 18|14c|folic acid|vitamin (?:b ?12|k)|caffeine|warfarin|digoxin|ritonavir|metoprolol|'
+    r'dextromethorphan|rosuvastatin|moxifloxacin|modafinil|pioglitazone|theophylline|esomeprazole|'
+    r'repaglinide|fluconazole|clarithromycin|tacrolimus|mycophenolate|valac\w+|acyclovir|'
+    r'allopurinol|filgrastim|midazolam|itraconazole|rifampi\w+|ketoconazole|omeprazole|rabeprazole|'
+    r'antacid\w*|biops\w+|plerixafor|'
+    r'checkpoint inhibitor|minocycline|doxycycline|tetracycline|loperamide|urea cream|dexrazoxane')
 _ITEM_KIND = re.compile(r'^(?:procedure|other|radiation|device|diagnostic test|behavioral|genetic|dietary supplement)\b')
-_ITEM_NOISE = re.compile(r'biops|question|quality|laboratory|biomarker|imag|tomograph|\bscan|specimen|collection|'
+_ITEM_NOISE = Quick(r'biops|question|quality|laboratory|biomarker|imag|tomograph|\bscan|specimen|collection|'
     r'pharmaco(?:log|kin|gen|dyn)|observ|survey|assess|procedure|ultraso|echocard|marrow|'
-                         r'resonance|sampl|ecg|analys|surg|\btests?\b|registry|data|no intervention|treatment as|'
-                             r'evaluation|diagnos|mri\b|pet\b|ct\b|blood|questionnaire|follow up|therapy$|interview|'
-                             r'best practice')
+    r'resonance|sampl|ecg|analys|surg|\btests?\b|registry|data|no intervention|treatment as|'
+    r'evaluation|diagnos|mri\b|pet\b|ct\b|blood|questionnaire|follow up|therapy$|interview|'
+    r'best practice')
 
-# %% ../nbs/01_vocab.ipynb #c037
-_HISTORY = re.compile(r'\b(?:failure (?:of|on|to|with|after)|failed|refractory to|resistan\w+ to|resistance|'
+# %% ../nbs/01_vocab.ipynb #c038
+_HISTORY = Quick(r'\b(?:failure (?:of|on|to|with|after)|failed|refractory to|resistan\w+ to|resistance|'
     r'intoleran\w+ (?:to|of)|previously treated with|pre ?treated with|prior|previous|progress\w+ (?:on|after|following|'
     r'during)|'
-                      r'after (?:at least|progress\w+|treatment|prior|receiving|first line|failure)|'
-                          r'following (?:progress\w+|treatment|completion|first line|prior)|who have received|exposed to|'
-                          r'exposure to|post|receiving|beyond progression of|naive|eligible for|ineligible)\b')
+    r'after (?:at least|progress\w+|treatment|prior|receiving|first line|failure)|'
+    r'following (?:progress\w+|treatment|completion|first line|prior)|who have received|exposed to|'
+    r'exposure to|post|receiving|completing|after (?:\w+ )?(?:chemo\w*|radio\w*)|(?:recently|heavily|already) treated with|'
+    r'beyond progression of|naive|eligible for|ineligible)\b')
 _VERSUS = re.compile(r'\b(?:versus|vs|compared? (?:to|with|against)|comparison (?:of|to|with|between)|comparing|'
     r'comparative|or(?= placebo))\b')
-_COMPARES = re.compile(r'\b(?:versus|vs|compar\w+|biosimilar\w*|similarity|equivalence|head to head|optimi[sz]ation)\b')
-_JOINS = re.compile(r'\b(?:combin\w+|together|with or without drug[s-z]x|with and without drug[s-z]x|component of|'
+_COMPARES = Quick(r'\b(?:versus|vs|compar\w+|biosimilar\w*|similarity|equivalence|head to head|optimi[sz]ation)\b')
+_JOINS = Quick(r'\b(?:combin\w+|together|with or without drug[s-z]x|with and without drug[s-z]x|component of|'
     r'added to|addition of|adding|add on|alone (?:or|and) (?:with|in)|coformulat\w+|co formulat\w+|polychemo\w+|doublet|'
     r'triplet|regimens)\b')
 
 @lru_cache(200)
-def _drug_names(drugs):
-    "Pattern of all names of each drug, on normalized text."
-    out = []
-    for d in drugs.split('|'):
-        row = PROGRAMS.loc[d] if d in PROGRAMS.index else None
-        names = [d] + ([] if row is None else row['brands'].split('|'))
-        codes = [] if row is None else [re.sub(r'\[- \]|[-, ]\??', ' ?', c.lower()) for c in row['codes'].split('|') if c]
-        names = codes + ALSO_CALLED.get(d, []) + sorted({normalize(n).replace(' ', ' ?') for n in names}, key=len, reverse=True)
-        out.append(re.compile(r'\b(?:' + '|'.join(names) + r')\b'))
-    return out
+def _drug_names(drug):
+    "Pattern of all names of a drug, on normalized text."
+    row = PROGRAMS.loc[drug] if drug in PROGRAMS.index else {'brands': '', 'codes': ''}
+    codes = [re.sub(r'\[- \]|[-, ]\??', ' ?', c.lower()) for c in row['codes'].split('|') if c]
+    names = {normalize(n).replace(' ', ' ?') for n in [drug, *row['brands'].split('|')] if n} | set(ALSO_CALLED.get(drug, []))
+    return Quick(r'\b(?:' + '|'.join(codes + sorted(names, key=len, reverse=True)) + r')\b')
 
+_POSITIVE = Quick(r'\b(her2|hr|er|pr|cd\d+|egfrm?|brcam?|alk|ret|braf|pd l1|ph|flt3|psma|msi h)\+(?= |$)')
+
+@lru_cache(100_000)
 def _mask(text, drugs):
     "Normalized text with the k-th program drug written as `@k`."
-    text = normalize(text.replace('+', ' plus ').replace('/', ' / '))
-    for k, p in enumerate(_drug_names(drugs)): text = p.sub(f' drug{"xyzwvuts"[k % 8]}x ', text)
+    text = _POSITIVE.sub(r'\1 positive', normalize(text)).replace('+', ' plus ').replace(' and or ', ' and ')
+    for k, p in enumerate(map(_drug_names, drugs.split('|'))): text = p.sub(f' drug{"xyzwvuts"[k % 8]}x ', text)
     return ' '.join(text.split())
 
 _DRUG = re.compile(r'\bdrug[s-z]x\b')
-def _drugs_in(text): return set(_DRUG.findall(text))
-def _agents_in(text): return {m for m in _AGENT.findall(_NO_AGENT.sub(' ', _DRUG.sub(' ', text)))}
+def _drugs_in(text): return set(_DRUG.findall(text)) if 'drug' in text else set()
+_STATE = Quick(r'\b\w+ (?:refractory|resistant|naive|intolerant|sensitive|ineligible|pretreated|unfit)\b')
+
+@lru_cache(50_000)
+def _has_stem(word): return bool(_AGENT_WORD.fullmatch(word))
+
+@lru_cache(100_000)
+def _agents_in(text):
+    "Are there other agents in `text`: not the drug, no supportive drug, none that names a state (*platinum-resistant*)."
+    text = _NO_AGENT.sub(' ', _STATE.sub(' ', _DRUG.sub(' ', text)))
+    return any(map(_has_stem, text.split())) or bool(_AGENT.search(text))
 _ASIDE = '|'.join(r'''in for on of to the its a an their without other patients participants outcomes? safety efficacy
 tolerability
 pharmacokinetics respon\w+ resist\w+ predict\w+ treatment treated therapy quality study trial effects? activity
-administration with drug
+administration with drug standard
 \d+ mutations? biomarkers?'''.split())
-_PLUS = re.compile(rf'drug[s-z]x (?:\w+ ){{0,2}}(?:plus|and) (?!(?:{_ASIDE})\b)\w{{3,}}|'
+_PLUS = Quick(rf'drug[s-z]x (?:(?!(?:in|for|of|to|on|as)\b)\w+ ){{0,2}}(?:plus|and) (?!(?:{_ASIDE})\b)\w{{3,}}|'
     rf'\b(?!(?:{_ASIDE})\b)\w{{4,}} (?:plus|and|or) (?:\w+ )?drug[s-z]x|\bplus drug[s-z]x|drug[s-z]x plus\b')
+_OR = re.compile(r'\b(?:either )?(drug[s-z]x) or (?!\1)drug[s-z]x\b')
+def _one_of(text):
+    "`text` without the alternatives to the drug: *sunitinib or cediranib*."
+    if ' or ' not in text: return text
+    while (m := _OR.search(text)): text = f'{text[:m.start()]} {m[1]} {text[m.end():]}'
+    for m in re.finditer(r'(?<!drug[s-z]x )\b(\w+) or (drug[s-z]x)\b|\b(drug[s-z]x) or (\w+)', text):
+        if _agents_in(m[1] or m[4]): text = text.replace(m[0], m[2] or m[3])
+    return text
+
 def _joined(text):
     "Is the drug in `text` given with something else?"
     if len(_drugs_in(text)) > 1 or _agents_in(text): return True
     text = text.replace('placebo', '')
     return not _NO_AGENT.search(text) and bool(_PLUS.search(text) or _JOINS.search(text))
+
+_GIVEN_WITH = Quick(r'\b(?:with|plus|added to) (?:either )?drug[s-z]x')
+_ONLY_BEFORE = Quick(r'\b(?:progress\w+ (?:on|after|following)|failure (?:of|on|to|with|after)|refractory to|resistan\w+ to|'
+    r'previously treated with|intoleran\w+ (?:to|of)) (?:\w+ ){0,2}drug[s-z]x')
+_INTERACTION = Quick(r'drug interaction|interaction stud|\bcyp ?\d|healthy|bioavailab|bioequiv')
 
 @lru_cache(100_000)
 def map_regimen(
@@ -624,60 +726,67 @@ def map_regimen(
     past = _HISTORY.search(told)
     before = told[:past.start()] if past else told
     now = before if _drugs_in(before) or _agents_in(before) else told
+    names = drug.split('|')
     items = [_mask(i, drug) for i in _text(interventions).split('|') if i.strip()]
     items = [i for i in items if _drugs_in(i) or not (_ITEM_KIND.search(i) or _ITEM_NOISE.search(i))]
     items = [i for i in items if _drugs_in(i) or _agents_in(i) or not _NO_AGENT.search(i)]
+    items = [i for i in items if not any(f'{n} '.startswith(f'{i} ') for n in names)] # trastuzumab, of trastuzumab deruxtecan
+    if 'abiraterone' in names: items = [i.replace('dexamethasone', 'prednisone') for i in items]
     listed = set().union(*map(_drugs_in, items)) if items else set()
     others = [i for i in items if not _drugs_in(i)]
-    if any(_drugs_in(i) and _joined(i) for i in items): return 'combination'
+    if any(_drugs_in(i) and _joined(_one_of(i)) for i in items): return 'combination'
+    if not listed and not _drugs_in(before) and _ONLY_BEFORE.search(told): now = before
     arms = _VERSUS.split(now) if not re.search(r'\b(?:versus|vs|or) placebo', now) else [now]
-    with_drug = [a for a in arms if _drugs_in(a)]
+    with_drug = [_one_of(a) for a in arms if _drugs_in(a)]
     if any(_joined(a) for a in with_drug): return 'combination'
-    if with_drug and len(arms) > 1: return 'single'
+    either = _one_of(now) != now
+    if either and (m := _GIVEN_WITH.search(_one_of(now))) and not _NO_AGENT.search(now[:m.start()]): return 'combination'
+    if with_drug and (len(arms) > 1 or either): return 'single'
     if _COMPARES.search(told) and 'placebo' not in told and len(listed) + len(others) == 2: return 'single'
+    if _INTERACTION.search(told) and len(listed) == 1: return 'single'
     if len(listed) > 1 or (listed and others) or len(others) > 1: return 'combination'
     if listed and not with_drug and _agents_in(now): return 'combination'
     if listed or with_drug: return 'single'
     return 'combination' if others and not _drugs_in(told) else 'unspecified'
 
-# %% ../nbs/01_vocab.ipynb #c040
+# %% ../nbs/01_vocab.ipynb #c041
 _SITES = {
     'Acute Myeloid Leukemia': 'AML', 'All Cancer Sites Combined': 'PAN', 'All malignant cancers [C00-C97]': 'PAN',
-        'Brain and Other Nervous System': 'GLIOMA',
+    'Brain and Other Nervous System': 'GLIOMA',
     'Malignant neoplasm of brain [C71]': 'GLIOMA', 'Breast': 'BREAST', 'Female Breast': 'BREAST',
-        'Malignant neoplasm of breast [C50]': 'BREAST', 'Cervix': 'CERVICAL',
+    'Malignant neoplasm of breast [C50]': 'BREAST', 'Cervix': 'CERVICAL',
     'Cervix Uteri': 'CERVICAL', 'Malignant neoplasm of cervix uteri [C53]': 'CERVICAL',
-        'Chronic Lymphocytic Leukemia': 'CLL', 'Chronic Myeloid Leukemia': 'CML',
+    'Chronic Lymphocytic Leukemia': 'CLL', 'Chronic Myeloid Leukemia': 'CML',
     'Colon and Rectum': 'CRC', 'Malignant neoplasm of colon and rectum [C18-C20]': 'CRC', 'Corpus': 'ENDOMETRIAL',
-        'Corpus Uteri': 'ENDOMETRIAL', 'Uterus': 'ENDOMETRIAL',
+    'Corpus Uteri': 'ENDOMETRIAL', 'Uterus': 'ENDOMETRIAL',
     'Malignant neoplasm of corpus uteri and uterus, part unspecified [C54-C55]': 'ENDOMETRIAL', 'Esophagus': 'ESOPH',
-        'Malignant neoplasm of oesophagus [C15]': 'ESOPH',
+    'Malignant neoplasm of oesophagus [C15]': 'ESOPH',
     'Follicular lymphoma [C82]': 'FL', 'Gallbladder': 'BTC', 'Hodgkin Lymphoma': 'HL', 'Hodgkin lymphoma [C81]': 'HL',
-        'Kidney and Renal Pelvis': 'RCC',
+    'Kidney and Renal Pelvis': 'RCC',
     'Malignant neoplasm of kidney, except renal pelvis [C64]': 'RCC', 'Leukemia': 'HEME', 'Leukemias': 'HEME',
-        'Leukaemia [C91-C95]': 'HEME', 'Liver': 'HCC',
+    'Leukaemia [C91-C95]': 'HEME', 'Liver': 'HCC',
     'Liver and Intrahepatic Bile Duct': 'HCC', 'Malignant neoplasm of liver and intrahepatic bile ducts [C22]': 'HCC',
-        'Lung and Bronchus': 'NSCLC',
+    'Lung and Bronchus': 'NSCLC',
     'Malignant neoplasm of trachea, bronchus and lung [C33-C34]': 'NSCLC', 'Malignant immunoproliferative diseases [C88]': 'WM',
     'Malignant melanoma of skin [C43]': 'MELANOMA', 'Melanoma of the Skin': 'MELANOMA', 'Melanomas of the Skin': 'MELANOMA',
-        'Malignant neoplasm of adrenal gland [C74]': 'ADRENAL',
+    'Malignant neoplasm of adrenal gland [C74]': 'ADRENAL',
     'Malignant neoplasm of anus and anal canal [C21]': 'ANAL', 'Malignant neoplasm of bladder [C67]': 'UROTHELIAL',
-        'Urinary Bladder': 'UROTHELIAL',
+    'Urinary Bladder': 'UROTHELIAL',
     'Urinary Bladder invasive and in situ': 'UROTHELIAL', 'Malignant neoplasm of eye and adnexa [C69]': 'UVEAL',
     'Malignant neoplasm of lip, oral cavity and pharynx [C00-C14]': 'HNSCC', 'Oral Cavity and Pharynx': 'HNSCC',
-        'Malignant neoplasm of nasopharynx [C11]': 'NPC',
+    'Malignant neoplasm of nasopharynx [C11]': 'NPC',
     'Malignant neoplasm of other connective and soft tissue [C49]': 'STS', 'Malignant neoplasm of ovary [C56]': 'OVARIAN',
-        'Ovary': 'OVARIAN',
+    'Ovary': 'OVARIAN',
     'Malignant neoplasm of pancreas [C25]': 'PANC', 'Pancreas': 'PANC', 'Malignant neoplasm of prostate [C61]': 'PROSTATE',
-        'Prostate': 'PROSTATE',
+    'Prostate': 'PROSTATE',
     'Malignant neoplasm of stomach [C16]': 'GASTRIC', 'Stomach': 'GASTRIC',
-        'Malignant neoplasm of testis [C62]': 'GERMCELL', 'Malignant neoplasm of thymus [C37]': 'THYMIC',
+    'Malignant neoplasm of testis [C62]': 'GERMCELL', 'Malignant neoplasm of thymus [C37]': 'THYMIC',
     'Malignant neoplasm of thyroid gland [C73]': 'THYROID', 'Thyroid': 'THYROID', 'Mature T/NK-cell lymphomas [C84]': 'TCL',
-        'Mesothelioma [C45]': 'MESO',
+    'Mesothelioma [C45]': 'MESO',
     'Multiple myeloma and malignant plasma cell neoplasms [C90]': 'MYELOMA', 'Myeloma': 'MYELOMA',
-        'Myelodysplastic syndromes [D46]': 'MDS',
+    'Myelodysplastic syndromes [D46]': 'MDS',
     'Non-Hodgkin Lymphoma': 'NHL', 'Non-Hodgkin lymphoma [C82-C86]': 'NHL', 'Non-follicular lymphoma [C83]': 'DLBCL',
-        'Polycythaemia vera [D45]': 'MPN',
+    'Polycythaemia vera [D45]': 'MPN',
 }
 
 def map_site(
@@ -695,7 +804,7 @@ def map_approval(
     lines = {map_line(s) for s in re.split(r'\.\s|;|\n|\(i+\)', _text(text))} - {'unspecified'}
     return codes, tuple(sorted(lines)) or ('unspecified',)
 
-# %% ../nbs/01_vocab.ipynb #c043
+# %% ../nbs/01_vocab.ipynb #c044
 SPONSOR_PATTERNS = [(name, re.compile(p, re.I)) for name, p in [
     ('Merck Sharp & Dohme', r'merck sharp|msd\b|^merck & co|^merck and co|^merck$|organon\b'),
     ('Merck KGaA', r'merck kgaa|merck healthcare|^merck serono'),
@@ -726,10 +835,10 @@ SPONSOR_PATTERNS = [(name, re.compile(p, re.I)) for name, p in [
     ('Daiichi Sankyo', r'^daiichi'), ('Plexxikon', r'^plexxikon'), ('Eisai', r'^eisai'), ('Bayer', r'^bayer'),
     ('Boehringer Ingelheim', r'^boehringer'), ('Regeneron', r'^regeneron'), ('Sanofi', r'^sanofi'), ('Genmab', r'^genmab'),
     ('Exelixis', r'^exelixis'), ('Ipsen', r'^ipsen'), ('Mirati', r'^mirati'), ('Clovis Oncology', r'^clovis'),
-        ('pharmaand', r'^pharmaand|^pharma&'),
+    ('pharmaand', r'^pharmaand|^pharma&'),
     ('BeiGene', r'^beigene'), ('BeOne', r'^beone'), ('Zai Lab', r'^zai lab'),
     ('Cougar Biotechnology', r'^cougar'), ('Aragon', r'^aragon'), ('Biogen', r'^biogen(?! idec)'), ('IDEC', r'^idec'),
-        ('Biogen Idec', r'^biogen idec'),
+    ('Biogen Idec', r'^biogen idec'),
     ('Schering-Plough', r'^schering[- ]plough'),
 ]]
 _LEGAL = re.compile(r'[,\s]+(?:inc|llc|l\.l\.c|ltd|limited|corp|corporation|co|gmbh|ag|s\.?a\.?|b\.?v\.?|n\.?v\.?|plc|kk|'
@@ -744,66 +853,66 @@ def canonical_sponsor(
     if not name: return None
     return next((c for c, p in SPONSOR_PATTERNS if p.search(name)), _LEGAL.sub('', name).strip(' ,.'))
 
-# %% ../nbs/01_vocab.ipynb #c046
+# %% ../nbs/01_vocab.ipynb #c047
+# Dates are the day on which the companies announced that the deal or the new name took effect. Known to the month only, and put
+# at its end: Plexxikon, Aragon, pharmaand.
 COMPANIES = pd.DataFrame([
     ('KuDOS', 'AstraZeneca', '2006-01-31'), ('MedImmune', 'AstraZeneca', '2007-06-18'), ('Acerta', 'AstraZeneca', '2016-02-02'),
-    ('Medarex', 'Bristol-Myers Squibb', '2009-09-01'), ('Celgene', 'Bristol-Myers Squibb', '2019-11-20'), ('Mirati',
-        'Bristol-Myers Squibb', '2024-01-23'),
-    ('Juno Therapeutics', 'Celgene', '2018-03-06'), ('Kite', 'Gilead Sciences', '2017-10-03'), ('Immunomedics',
-        'Gilead Sciences', '2020-10-23'),
+    ('Medarex', 'Bristol-Myers Squibb', '2009-09-01'), ('Celgene', 'Bristol-Myers Squibb', '2019-11-20'),
+    ('Mirati', 'Bristol-Myers Squibb', '2024-01-23'), ('Juno Therapeutics', 'Celgene', '2018-03-06'),
+    ('Kite', 'Gilead Sciences', '2017-10-03'), ('Immunomedics', 'Gilead Sciences', '2020-10-23'),
     ('ImClone', 'Eli Lilly', '2008-11-24'), ('Loxo', 'Eli Lilly', '2019-02-15'), ('Seattle Genetics', 'Seagen', '2020-10-08'),
     ('Wyeth', 'Pfizer', '2009-10-15'), ('Medivation', 'Pfizer', '2016-09-28'), ('Seagen', 'Pfizer', '2023-12-14'),
     ('Abbott', 'AbbVie', '2013-01-01'), ('Pharmacyclics', 'AbbVie', '2015-05-26'), ('Proteolix', 'Onyx', '2009-11-16'),
     ('Micromet', 'Amgen', '2012-03-07'), ('Onyx', 'Amgen', '2013-10-01'), ('Millennium', 'Takeda', '2008-05-14'),
-        ('Tesaro', 'GlaxoSmithKline', '2019-01-22'),
-    ('Genentech', 'Hoffmann-La Roche', '2009-03-26'), ('Plexxikon', 'Daiichi Sankyo', '2011-04-01'),
-        ('OSI Pharmaceuticals', 'Astellas', '2010-06-08'),
-    ('Cougar Biotechnology', 'Janssen', '2009-07-09'), ('Aragon', 'Janssen', '2013-08-19'), ('Schering-Plough',
-        'Merck Sharp & Dohme', '2009-11-03'),
-    ('IDEC', 'Biogen Idec', '2003-11-12'), ('Biogen Idec', 'Biogen', '2015-03-23'), ('Clovis Oncology', 'pharmaand',
-        '2023-05-01'), ('BeiGene', 'BeOne', '2025-05-27'),
+    ('Tesaro', 'GlaxoSmithKline', '2019-01-22'), ('Genentech', 'Hoffmann-La Roche', '2009-03-26'),
+    ('Plexxikon', 'Daiichi Sankyo', '2011-04-30'), ('OSI Pharmaceuticals', 'Astellas', '2010-06-08'),
+    ('Cougar Biotechnology', 'Janssen', '2009-07-09'), ('Aragon', 'Janssen', '2013-08-31'),
+    ('Schering-Plough', 'Merck Sharp & Dohme', '2009-11-03'), ('IDEC', 'Biogen Idec', '2003-11-12'),
+    ('Biogen Idec', 'Biogen', '2015-03-23'), ('Clovis Oncology', 'pharmaand', '2023-05-31'), ('BeiGene', 'BeOne', '2025-05-27'),
 ], columns=['old', 'new', 'date'])
 COMPANIES['renamed'] = COMPANIES['old'].isin(['Seattle Genetics', 'Abbott', 'BeiGene', 'IDEC', 'Biogen Idec'])
 
 HANDOVERS = pd.DataFrame([
-    ('rituximab', 'IDEC', 'Biogen Idec', '2003-11-12', '2003-11-12'), ('ipilimumab', 'Medarex', 'Bristol-Myers Squibb',
-        '2004-11-08', '2009-09-01'),
-    ('nivolumab', 'Medarex', 'Bristol-Myers Squibb', '2009-09-01', '2009-09-01'), ('olaparib', 'KuDOS', 'AstraZeneca',
-        '2006-01-31', '2006-01-31'),
-    ('bortezomib', 'Millennium', 'Takeda', '2008-05-14', '2008-05-14'), ('cetuximab', 'ImClone', 'Eli Lilly',
-        '2008-11-24', '2008-11-24'),
-    ('ramucirumab', 'ImClone', 'Eli Lilly', '2008-11-24', '2008-11-24'), ('abiraterone', 'Cougar Biotechnology',
-        'Janssen', '2009-07-09', '2009-07-09'),
-    ('pembrolizumab', 'Schering-Plough', 'Merck Sharp & Dohme', '2009-11-03', '2009-11-03'), ('carfilzomib', 'Proteolix',
-        'Onyx', '2009-11-16', '2009-11-16'),
-    ('carfilzomib', 'Onyx', 'Amgen', '2013-10-01', '2013-10-01'), ('erlotinib', 'OSI Pharmaceuticals', 'Astellas',
-        '2010-06-08', '2010-06-08'),
-    ('vemurafenib', 'Plexxikon', 'Daiichi Sankyo', '2011-04-01', '2011-04-01'), ('rucaparib', 'Pfizer', 'Clovis Oncology',
-        '2011-06-02', ''),
-    ('rucaparib', 'Clovis Oncology', 'pharmaand', '2023-05-01', '2023-05-01'), ('blinatumomab', 'Micromet', 'Amgen',
-        '2012-03-07', '2012-03-07'),
-    ('niraparib', 'Merck Sharp & Dohme', 'Tesaro', '2012-05-22', ''), ('niraparib', 'Tesaro', 'GlaxoSmithKline',
-        '2019-01-22', '2019-01-22'),
-    ('daratumumab', 'Genmab', 'Janssen', '2012-08-30', ''), ('apalutamide', 'Aragon', 'Janssen', '2013-08-19', '2013-08-19'),
-    ('dabrafenib', 'GlaxoSmithKline', 'Novartis', '2015-03-02', '2015-03-02'), ('trametinib', 'GlaxoSmithKline',
-        'Novartis', '2015-03-02', '2015-03-02'),
-    ('ibrutinib', 'Pharmacyclics', 'AbbVie', '2015-05-26', '2015-05-26'), ('talazoparib', 'BioMarin', 'Medivation',
-        '2015-10-06', '2015-10-06'),
-    ('talazoparib', 'Medivation', 'Pfizer', '2016-09-28', '2016-09-28'), ('enzalutamide', 'Medivation', 'Pfizer',
-        '2016-09-28', '2016-09-28'),
-    ('acalabrutinib', 'Acerta', 'AstraZeneca', '2016-02-02', '2016-02-02'), ('axicabtagene ciloleucel', 'Kite',
-        'Gilead Sciences', '2017-10-03', '2017-10-03'),
-    ('larotrectinib', 'Loxo', 'Bayer', '2017-11-14', '2019-02-15'), ('selpercatinib', 'Loxo', 'Eli Lilly', '2019-02-15',
-        '2019-02-15'),
-    ('lenalidomide', 'Celgene', 'Bristol-Myers Squibb', '2019-11-20', '2019-11-20'), ('pomalidomide', 'Celgene',
-        'Bristol-Myers Squibb', '2019-11-20', '2019-11-20'),
-    ('sacituzumab govitecan', 'Immunomedics', 'Gilead Sciences', '2020-10-23', '2020-10-23'), ('brentuximab vedotin',
-        'Seagen', 'Pfizer', '2023-12-14', '2023-12-14'),
-    ('enfortumab vedotin', 'Seagen', 'Pfizer', '2023-12-14', '2023-12-14'), ('adagrasib', 'Mirati',
-        'Bristol-Myers Squibb', '2024-01-23', '2024-01-23'),
+    ('rituximab', 'IDEC', 'Biogen Idec', '2003-11-12', '2003-11-12'),
+    ('ipilimumab', 'Medarex', 'Bristol-Myers Squibb', '2004-11-08', '2009-09-01'),
+    ('nivolumab', 'Medarex', 'Bristol-Myers Squibb', '2009-09-01', '2009-09-01'),
+    ('olaparib', 'KuDOS', 'AstraZeneca', '2006-01-31', '2006-01-31'),
+    ('bortezomib', 'Millennium', 'Takeda', '2008-05-14', '2008-05-14'),
+    ('cetuximab', 'ImClone', 'Eli Lilly', '2008-11-24', '2008-11-24'),
+    ('ramucirumab', 'ImClone', 'Eli Lilly', '2008-11-24', '2008-11-24'),
+    ('abiraterone', 'Cougar Biotechnology', 'Janssen', '2009-07-09', '2009-07-09'),
+    ('pembrolizumab', 'Schering-Plough', 'Merck Sharp & Dohme', '2009-11-03', '2009-11-03'),
+    ('carfilzomib', 'Proteolix', 'Onyx', '2009-11-16', '2009-11-16'),
+    ('carfilzomib', 'Onyx', 'Amgen', '2013-10-01', '2013-10-01'),
+    ('erlotinib', 'OSI Pharmaceuticals', 'Astellas', '2010-06-08', '2010-06-08'),
+    ('vemurafenib', 'Plexxikon', 'Daiichi Sankyo', '2011-04-30', '2011-04-30'),
+    ('rucaparib', 'Pfizer', 'Clovis Oncology', '2011-06-02', ''),
+    ('rucaparib', 'Clovis Oncology', 'pharmaand', '2023-05-31', '2023-05-31'),
+    ('blinatumomab', 'Micromet', 'Amgen', '2012-03-07', '2012-03-07'),
+    ('niraparib', 'Merck Sharp & Dohme', 'Tesaro', '2012-05-22', ''),
+    ('niraparib', 'Tesaro', 'GlaxoSmithKline', '2019-01-22', '2019-01-22'),
+    ('daratumumab', 'Genmab', 'Janssen', '2012-08-30', ''),
+    ('apalutamide', 'Aragon', 'Janssen', '2013-08-31', '2013-08-31'),
+    ('dabrafenib', 'GlaxoSmithKline', 'Novartis', '2015-03-02', '2015-03-02'),
+    ('trametinib', 'GlaxoSmithKline', 'Novartis', '2015-03-02', '2015-03-02'),
+    ('ibrutinib', 'Pharmacyclics', 'AbbVie', '2015-05-26', '2015-05-26'),
+    ('talazoparib', 'BioMarin', 'Medivation', '2015-10-06', '2015-10-06'),
+    ('talazoparib', 'Medivation', 'Pfizer', '2016-09-28', '2016-09-28'),
+    ('enzalutamide', 'Medivation', 'Pfizer', '2016-09-28', '2016-09-28'),
+    ('acalabrutinib', 'Acerta', 'AstraZeneca', '2016-02-02', '2016-02-02'),
+    ('axicabtagene ciloleucel', 'Kite', 'Gilead Sciences', '2017-10-03', '2017-10-03'),
+    ('larotrectinib', 'Loxo', 'Bayer', '2017-11-14', '2019-02-15'),
+    ('selpercatinib', 'Loxo', 'Eli Lilly', '2019-02-15', '2019-02-15'),
+    ('lenalidomide', 'Celgene', 'Bristol-Myers Squibb', '2019-11-20', '2019-11-20'),
+    ('pomalidomide', 'Celgene', 'Bristol-Myers Squibb', '2019-11-20', '2019-11-20'),
+    ('sacituzumab govitecan', 'Immunomedics', 'Gilead Sciences', '2020-10-23', '2020-10-23'),
+    ('brentuximab vedotin', 'Seagen', 'Pfizer', '2023-12-14', '2023-12-14'),
+    ('enfortumab vedotin', 'Seagen', 'Pfizer', '2023-12-14', '2023-12-14'),
+    ('adagrasib', 'Mirati', 'Bristol-Myers Squibb', '2024-01-23', '2024-01-23'),
 ], columns=['drug', 'old', 'new', 'since', 'until'])
 
-# %% ../nbs/01_vocab.ipynb #c048
+# %% ../nbs/01_vocab.ipynb #c049
 _RENAMED = COMPANIES[COMPANIES['renamed']]
 _BACK = dict(zip(zip(HANDOVERS['drug'], HANDOVERS['new']), zip(HANDOVERS['old'], HANDOVERS['since'])))
 _BACK |= {(None, new): (old, day) for old, new, day in zip(_RENAMED['old'], _RENAMED['new'], _RENAMED['date'])}
@@ -834,9 +943,9 @@ def sponsor_at(
     name = canonical_sponsor(name)
     return name and _sponsor_at(name, pd.Timestamp(t).strftime('%Y-%m-%d'), tuple(drug.split('|')) if drug else ())
 
-# %% ../nbs/01_vocab.ipynb #c054
+# %% ../nbs/01_vocab.ipynb #c052
 _ANY_CASE = ('KEYNOTE|KEYLYNK|CheckMate|JAVELIN|MONALEESA|PALOMA|IMpower|IMvigor|IMpassion|CodeBreaK|LIBRETTO|KRYSTAL|'
-             'TROPiCS').split('|')
+    'TROPiCS').split('|')
 def _mark(m): return f'(?i:{m})' if _is_code(m) or m in _ANY_CASE else m
 _MARKS = {d: re.compile('(?<![A-Za-z])(?:' + '|'.join(map(_mark, ms.split('|'))) + r')(?:(?<=-)|(?![a-zA-Z]))')
           for d, ms in PROGRAMS['marks'].items()}
@@ -855,7 +964,7 @@ def own_sponsor(
     title = _text(title)
     return True if _MARKS[drug].search(title) and 'mulation of' not in title else None
 
-# %% ../nbs/01_vocab.ipynb #c057
+# %% ../nbs/01_vocab.ipynb #c055
 _OTHERS = '''Abraxane:nab-paclitaxel Taxotere:docetaxel Taxol:paclitaxel Xeloda:capecitabine Gemzar:gemcitabine
 Alimta:pemetrexed Eloxatin:oxaliplatin Camptosar:irinotecan Temodar:temozolomide
 Temodal:temozolomide Faslodex:fulvestrant Femara:letrozole Arimidex:anastrozole Aromasin:exemestane Vidaza:azacitidine
@@ -887,7 +996,7 @@ def scrub_brands(
     text = _SUFFIX.sub(r'\1', _BRAND.sub(lambda m: _GENERIC[m[1].lower()], text))
     return _TWICE.sub(r'\1', text)
 
-# %% ../nbs/01_vocab.ipynb #c060
+# %% ../nbs/01_vocab.ipynb #c058
 def accuracy(
     labels_df:pd.DataFrame,   # nct_id, indications (pipe), phase, line, regimen; read by a person
     registry_df:pd.DataFrame, # registry rows: nct_id, drugs, phase, conditions, interventions, title
@@ -895,9 +1004,9 @@ def accuracy(
     "Share of labelled trials that each mapper codes as the reader did."
     both = labels_df.merge(registry_df, on='nct_id', suffixes=('_label', ''), validate='one_to_one')
     coded = {'indications': ['|'.join(collapse(map_indications(r.conditions, r.title))) for r in both.itertuples()],
-             'phase': [map_phase(r.phase, r.title) or '' for r in both.itertuples()],
-             'line': [map_line(r.title, r.conditions) for r in both.itertuples()],
-             'regimen': [map_regimen(r.interventions, r.title, r.drugs) for r in both.itertuples()]}
+    'phase': [map_phase(r.phase, r.title) or '' for r in both.itertuples()],
+    'line': [map_line(r.title, r.conditions) for r in both.itertuples()],
+    'regimen': [map_regimen(r.interventions, r.title, r.drugs) for r in both.itertuples()]}
     rows = []
     for field, got in coded.items():
         want = labels_df.set_index('nct_id').loc[both['nct_id'], field].fillna('')

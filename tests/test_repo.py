@@ -31,9 +31,9 @@ def closure(names):
 
 def code(nb): return '\n'.join(''.join(c['source']) for c in json.loads(nb.read_text())['cells'] if c['cell_type'] == 'code')
 
-def notebook_of(stage): return ROOT/'nbs'/'stages'/f"{re.search(r'clinical_rl.stages (\w+)', cmd_of(stage))[1]}.ipynb"
-
-def cmd_of(stage): return DVC[stage]['cmd']
+def notebook_of(stage):
+    name = re.search(r'clinical_rl.stages (\w+)', DVC[stage]['cmd'])[1]
+    return ROOT/'nbs'/'stages'/f'{name}.ipynb'
 
 @pytest.mark.parametrize('stage', DVC)
 def test_stage_declares_every_module_it_imports(stage):

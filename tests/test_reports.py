@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 
 from clinical_rl import report
-from clinical_rl.core import DataError, write_json, write_parquet
+from clinical_rl.core import DataError, load_params, write_json, write_parquet
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTHS = {'laptop': (1280, 800), 'phone': (390, 844)}
@@ -89,7 +89,10 @@ def make_project(base):
     for f in ('params.yaml', 'settings.ini'): shutil.copy(ROOT/f, base/f)
     (base/'data.dvc').write_text('outs:\n- md5: 0123456789abcdef0123456789abcdef.dir\n  path: data\n')
     nbs = base/'out'/'notebooks'; nbs.mkdir(parents=True)
-    matrix = dict(baseline=['baseline-logistic', 'baseline-last_window'])
+    params = load_params(base/'params.yaml')
+    m = params.policies
+    matrix = dict(baseline=[f'baseline-{b}' for b in params.baselines.methods], policies=[f'policies-{s}' for s in m.splits],
+                  train=[f'train-{s}-{o}' for s in m.splits for o in m.objectives])
     runs = [r for p in report.PAGES for s in p['stages'] for r in matrix.get(s, [s])]
     for i, r in enumerate(runs):
         nb = notebook(r.split('-')[0].replace('_', ' ').capitalize(), i, hard=i < 3 or i > len(runs) - 3)
@@ -151,7 +154,7 @@ def test_front_page_says_what_the_table_says(project):
 @pytest.mark.parametrize('break_it, message', [
     (lambda b: (b/'out'/'notebooks'/'rewards.ipynb').unlink(), 'stage rewards has not run; run `dvc repro`'),
     (lambda b: [p.unlink() for p in (b/'out'/'notebooks').glob('baseline-*')], 'stage baseline has not run; run `dvc repro`'),
-    (lambda b: (b/'out'/'notebooks'/'train.ipynb').write_text('{"cells": ['), 'train.ipynb is not a notebook'),
+    (lambda b: (b/'out'/'notebooks'/'train-temporal-bc.ipynb').write_text('{"cells": ['), 'train-temporal-bc.ipynb is not a notebook'),
     (lambda b: (b/'reports'/'metrics'/'results.csv').unlink(), 'results.csv is missing: stage evaluate has not run'),
     (lambda b: (b/'reports'/'metrics'/'results.csv').write_text('scope,split\na,b\n'), "results.csv: column 'method' is missing"),
     (lambda b: (b/'data.dvc').write_text('outs: []\n'), 'data.dvc is missing or holds no md5'),

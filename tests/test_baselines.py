@@ -1,0 +1,163 @@
+"What is too slow or too rough for the notebooks: leakage of features and baselines on the real tables, broken prediction files."
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from clinical_rl import baselines, core, decoding, episodes, features, gate, metrics, records as rec, splits as sp
+
+DATA = core.root()/'data'
+needs_data = pytest.mark.skipif(not (DATA/'registry.parquet').exists(), reason='run `dvc pull data.dvc` first')
+H = [6, 18, 48]
+
+
+@pytest.fixture(scope='module')
+def world():
+    "Real records and windows of eight programs."
+    p = core.load_params()
+    r = rec.Records.load(DATA, p.data.snapshot)
+    tables = {k: df.assign(public_date=gate.public_date(df, k)) for k, df in r.items()}
+    r = r.replace(**tables | dict(registry=rec.code_trials(tables['registry'])))
+    trials = episodes.trial_table(r.registry, p.episodes.pan_tumour_above)
+    drugs = list(episodes.choose_programs(trials, r.programs.drug, 8, p.episodes).drug)
+    full, empty, _ = episodes.windows(r, p, drugs)
+    wins = pd.concat([full, empty], ignore_index=True)
+    programs = r.programs[r.programs.drug.isin(drugs)][['drug', 'drug_class']].reset_index(drop=True)
+    return p, r, wins, programs
+
+
+def plant(r, **change):
+    "The registry with a trial added: a copy of its first usable row."
+    row = r.registry[r.registry.usable.astype(bool)].iloc[[0]].assign(record_id='planted', nct_id='NCT99999999', **change)
+    return r.replace(registry=pd.concat([r.registry, row], ignore_index=True).astype(r.registry.dtypes.to_dict()))
+
+
+@needs_data
+def test_future_changes_no_feature(world):
+    "Rows that become public after t, in every table, change no feature at t."
+    p, r, wins, programs = world
+    t = pd.Timestamp('2016-08-01'); drugs = list(programs.drug); late = t + pd.Timedelta(days=1)
+    later = {k: pd.concat([df, df[df.public_date <= t].tail(50).assign(record_id=lambda d: 'late:' + d.record_id, public_date=late)], ignore_index=True) for k, df in r.items()}
+    planted = plant(r.replace(**later), event_date=t - pd.Timedelta(days=3), public_date=late, drugs='|'.join(drugs), own='|'.join(drugs), indications='MESO', phase_code='3')
+    made = [features.date_features(features.open_past(x, t), drugs, programs, set(drugs), set(), set(), 'landscape', H) for x in (r, planted)]
+    for name in made[0][0]: assert np.array_equal(made[0][0][name], made[1][0][name]), name
+    assert np.array_equal(made[0][1], made[1][1]) and made[0][2:] == made[1][2:]
+    seen = features.date_features(features.open_past(planted, late), drugs, programs, set(drugs), set(), set(), 'landscape', H)
+    assert not np.array_equal(made[0][0]['any_pair_6'], seen[0]['any_pair_6'])  # the test can fail
+
+
+def held_out(wins, part):
+    "A split that holds out the first programs for test and validation."
+    s = wins[['scope', 'episode_id', 'program', 'decision_date']].assign(split='drug')
+    return s.assign(part=s.program.map(part))
+
+
+@needs_data
+@pytest.mark.parametrize('scope', ['landscape', 'sponsor'])
+def test_held_out_program_leaves_no_trace(world, scope):
+    "Unheard-of trials of a held-out program, some shared with training programs, change no training number and no prior."
+    p, r, wins, programs = world
+    drugs = list(programs.drug); part = dict(zip(drugs, ['test', 'val'] + ['train']*6))
+    twin = programs.assign(drug_class='one class')  # all are peers, the worst case
+    dates = [pd.Timestamp(d) for d in ('2012-02-01', '2014-02-01', '2015-08-01', '2017-02-01')]
+    wins = wins[wins.decision_date.isin(dates)].reset_index(drop=True)
+    changed = r
+    for k, other in enumerate(['', *drugs[2:5]]):
+        names = '|'.join(sorted({drugs[0], other} - {''}))
+        changed = plant(changed, drugs=names, own=names, indications='MESO|THYMIC', phase_code='2/3', event_date=pd.Timestamp('2011-03-01'), public_date=pd.Timestamp('2011-03-01'))
+        changed.registry.loc[changed.registry.nct_id == 'NCT99999999', 'nct_id'] = f'NCT9999999{k}'
+    splits, blocks = held_out(wins, part), []
+    for x in (r, changed):
+        gone = sp.shared_trials(x.registry, part).assign(scope=scope, split='drug')
+        pasts = {t: features.open_past(x, t) for t in dates}
+        blocks.append(features.as_block(*features.build(pasts, wins, splits, gone, twin, scope, 'drug', H)))
+    a, b = blocks
+    train = a.rows('train')
+    assert a.pairs == b.pairs and a.columns == b.columns
+    assert np.array_equal(a.X[train], b.X[train]) and np.array_equal(a.lr[train], b.lr[train]) and np.array_equal(a.y[train], b.y[train])
+    other = [j for j, c in enumerate(a.columns) if c.startswith(('peer_', 'all_'))]
+    assert np.array_equal(a.X[:, :, other], b.X[:, :, other])  # nor the priors of held-out windows
+    mine = np.flatnonzero(a.windows.program == drugs[0])
+    assert not np.array_equal(a['any_rate'][mine], b['any_rate'][mine])  # its own past does change
+    for m, setting in [('class_prior', dict(half_life_months=18, kappa=1)), ('frequency', dict(half_life_months=18)), ('logistic', dict(C=0.01, negatives=0.5))]:
+        P, Q = (baselines.MODELS[m](x, train, setting)(train) for x in (a, b))
+        assert np.array_equal(P, Q), m
+
+
+@needs_data
+def test_deterministic(world):
+    "The same inputs give the same predictions."
+    p, r, wins, programs = world
+    dates = [pd.Timestamp(d) for d in ('2016-02-01', '2017-02-01', '2018-02-01', '2019-02-01', '2022-02-01')]
+    wins = wins[wins.decision_date.isin(dates)].reset_index(drop=True)
+    part = dict(zip(dates, ['train']*3 + ['val', 'test']))
+    splits = wins[['scope', 'episode_id', 'program', 'decision_date']].assign(split='temporal', part=wins.decision_date.map(part))
+    none = pd.DataFrame(columns=['scope', 'split', 'part', 'nct_id'])
+    pasts = {t: features.open_past(r, t) for t in dates}
+    block = features.as_block(*features.build(pasts, wins, splits, none, programs, 'landscape', 'temporal', H))
+    for m in baselines.METHODS:
+        section = {k: v[:1] for k, v in getattr(p.baselines, m).model_dump().items()}
+        one, two = (baselines.run(m, block, 'landscape', 'temporal', section, seed=7)[0] for _ in range(2))
+        assert one.to_dict() == two.to_dict(), m
+        assert decoding.validate_predictions(one).num_rows == len(block.rows('val')) + len(block.rows('test'))
+        if m != 'empty': assert one['items'].map(len).sum() > 0
+
+
+ITEM = ('NSCLC', '3', 'first', 'combination')
+GOOD = decoding.prediction_frame(['landscape:x:2022-02-01'], [[ITEM]], [[(*ITEM, 0.7)]], scope='landscape', split='temporal', method='logistic')
+BROKEN = {
+    'no column': (lambda t: t.drop_columns(['items']), "no column 'items'"),
+    'wrong type': (lambda t: t.set_column(t.column_names.index('seed'), 'seed', pa.array(['seven'])), 'seven'),
+    'empty cell': (lambda t: t.set_column(0, 'scope', pa.array([None], pa.string())), "column 'scope' has an empty cell"),
+    'twice': (lambda t: pa.concat_tables([t, t]), "window 'landscape:x:2022-02-01' is predicted twice"),
+}
+
+
+@pytest.mark.parametrize('name', BROKEN)
+def test_malformed_predictions(tmp_path, name):
+    "One line that names the file, the fault and the remedy."
+    change, words = BROKEN[name]
+    path = tmp_path/'logistic.parquet'
+    pq.write_table(change(decoding.validate_predictions(GOOD)), path)
+    with pytest.raises(core.DataError) as e: decoding.read_predictions(path)
+    assert words in str(e.value) and 'logistic.parquet' in str(e.value) and '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('content', [b'', b'PAR1', b'not a table'])
+def test_damaged_predictions(tmp_path, content):
+    path = tmp_path/'logistic.parquet'; path.write_bytes(content)
+    with pytest.raises(core.DataError, match='logistic.parquet'): decoding.read_predictions(path)
+
+
+def test_missing_predictions(tmp_path):
+    with pytest.raises(core.DataError, match='cannot be read'): decoding.read_predictions(tmp_path/'none.parquet')
+
+
+@pytest.mark.parametrize('change, words', [
+    (lambda i: i | dict(indication='LUNG'), "indication 'LUNG'"), (lambda i: i | dict(phase='3b'), "phase '3b'"), (lambda i: i | dict(regimen=None), "regimen 'None'")])
+def test_unknown_codes(change, words):
+    bad = GOOD.assign(items=[[change(GOOD['items'][0][0])]])
+    with pytest.raises(core.DataError, match=words): decoding.validate_predictions(bad, 'x.parquet')
+
+
+def test_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path/'m.parquet'
+    decoding.write_predictions(GOOD, path); before = path.read_bytes()
+    with pytest.raises(core.DataError): decoding.write_predictions(GOOD.drop(columns='seed'), path)
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ['m.parquet']
+
+
+def test_window_of_another_split():
+    wins = pd.DataFrame(dict(episode_id=['a'], program=['x'], decision_date=[pd.Timestamp('2022-02-01')], empty=[False], items=[[]]))
+    with pytest.raises(core.DataError, match='not among the windows'): metrics.score_episodes(GOOD, wins, dict(indication=1, phase=1, line=1, regimen=1))
+
+
+def test_expected_f1_is_best_by_simulation():
+    "On 300 candidates no other size, and no swap at the border, does better in 20,000 simulated truths."
+    rng = np.random.default_rng(0); p = np.sort(rng.beta(0.1, 3, 300))[::-1]
+    y = rng.random((20000, 300)) < p; n = y.sum(1); hits = np.cumsum(y, 1)
+    f1 = (2*hits/(np.arange(1, 301) + n[:, None])).mean(0)
+    k = len(decoding.expected_f1_set(p))
+    np.testing.assert_allclose(decoding.expected_f1_curve(p)[k-1], f1[k-1], atol=0.005)
+    assert f1[k-1] >= f1.max() - 0.003

@@ -1,0 +1,159 @@
+"The whole DVC graph, from a fresh copy, on a few programs and a few steps: it runs, it repeats itself, it fails well."
+import hashlib, os, re, signal, subprocess, time
+from pathlib import Path
+
+import pandas as pd
+import pytest, yaml
+
+from conftest import BIN, copy_project, run
+
+TINY = { # dotted key of params.yaml -> value
+    'data.max_programs': 8, 'splits.names': ['temporal', 'drug'], 'evaluate.bootstrap': 200, 'evaluate.permutations': 200,
+}
+
+def set_params(root, **changes):
+    "Change values of params.yaml by dotted key, keeping the rest."
+    f = root/'params.yaml'
+    raw = yaml.safe_load(f.read_text())
+    for key, value in changes.items():
+        *path, last = key.split('.')
+        d = raw
+        for k in path: d = d[k]
+        assert last in d, f'{key} is not in params.yaml'
+        d[last] = value
+    f.write_text(yaml.safe_dump(raw, sort_keys=False))
+
+def stages_run(out): return re.findall(r"Running stage '([^']+)'", out)
+
+def digests(root, *folders): # path -> sha256 of every file of the folders
+    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest()
+            for f in folders for p in sorted((root/f).rglob('*')) if p.is_file()}
+
+@pytest.fixture(scope='module')
+def tiny(tmp_path_factory):
+    "The copy, after one whole run."
+    root = copy_project(tmp_path_factory.mktemp('pipeline')/'project')
+    set_params(root, **TINY)
+    r = run(root, 'dvc', 'repro')
+    assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-6000:]
+    return root
+
+def test_every_page_and_table_is_made(tiny):
+    for f in ('index', 'data', 'episodes', 'training', 'results'):
+        html = (tiny/'reports'/f'{f}.html').read_text()
+        assert '<img' in html or f == 'index', f'{f}.html has no figure'
+        assert 'Traceback' not in html
+    res = pd.read_csv(tiny/'reports'/'metrics'/'results.csv')
+    methods = set(yaml.safe_load((tiny/'params.yaml').read_text())['baselines']['methods'])
+    for scope in ('landscape', 'sponsor'):
+        for split in ('temporal', 'drug'):
+            part = res[(res.scope == scope) & (res.split == split)]
+            assert methods <= set(part.method), (scope, split)
+    main = res[(res.scope == 'landscape') & (res.split == 'temporal') & (res.metric == 'indication_f1')]
+    assert set(main.objective.dropna()) >= {'bc'}
+    assert (main.lo <= main.value).all() and (main.value <= main.hi).all() and main.n_programs.between(1, 8).all()
+
+def test_second_run_does_nothing(tiny):
+    start = time.perf_counter()
+    r = run(tiny, 'dvc', 'repro', check=True)
+    assert stages_run(r.stdout) == []
+    print(f'second repro: {time.perf_counter() - start:.1f} s') # reported, not judged: machines differ
+
+def test_one_baseline_parameter_reruns_only_what_depends_on_it(tiny):
+    before = (tiny/'params.yaml').read_text()
+    set_params(tiny, **{'baselines.nearest.k': [3]})
+    r = run(tiny, 'dvc', 'repro', '--dry', check=True)
+    assert set(stages_run(r.stdout)) == {'baseline@nearest', 'evaluate', 'report'}
+    (tiny/'params.yaml').write_text(before)
+
+def test_forced_rerun_gives_the_same_bytes(tiny):
+    before = digests(tiny, 'out/notebooks', 'out/predictions', 'out/adapters', 'out/records', 'out/episodes', 'reports')
+    run(tiny, 'dvc', 'repro', '-f', check=True)
+    after = digests(tiny, 'out/notebooks', 'out/predictions', 'out/adapters', 'out/records', 'out/episodes', 'reports')
+    assert {k for k in before | after if before.get(k) != after.get(k)} == set()
+
+# --- what goes wrong ---------------------------------------------------------------------------------------------------
+
+def fails_with(root, *words, target='ingest'):
+    "`dvc repro` fails, prints one line with all the words, and the reports of the last good run stay as they were."
+    good = digests(root, 'reports')
+    r = run(root, 'dvc', 'repro', target)
+    text = r.stdout + r.stderr
+    lines = [l for l in text.splitlines() if l.startswith('error in stage')]
+    assert r.returncode != 0 and len(lines) == 1, text[-3000:]
+    assert not (missing := [w for w in words if w not in lines[0]]), f'{missing} not in: {lines[0]}'
+    assert 'Traceback' not in text, text[-3000:]
+    assert digests(root, 'reports') == good
+    return lines[0]
+
+@pytest.fixture
+def broken(tiny, tmp_path):
+    "The tiny project with its data free to break; whatever a test does to data and params is undone."
+    saved = {p: p.read_bytes() for p in (tiny/'data').iterdir() if p.is_file()} | {tiny/'params.yaml': (tiny/'params.yaml').read_bytes()}
+    yield tiny
+    for p, b in saved.items():
+        p.unlink(missing_ok=True); p.write_bytes(b)
+    run(tiny, 'dvc', 'repro', check=True)
+
+def rewrite(path, change): # a table through a function, as a new file: DVC may have linked the old one
+    df = change(pd.read_parquet(path)); path.unlink(); df.to_parquet(path, index=False)
+
+def test_missing_table(broken):
+    (broken/'data'/'filings.parquet').unlink()
+    fails_with(broken, 'filings.parquet', 'missing', 'dvc pull')
+
+def test_truncated_table(broken):
+    f = broken/'data'/'registry.parquet'
+    b = f.read_bytes(); f.unlink(); f.write_bytes(b[:len(b)//2])
+    fails_with(broken, 'registry.parquet', 'damaged or truncated')
+
+def test_missing_column(broken):
+    rewrite(broken/'data'/'utilization.parquet', lambda d: d.drop(columns='year'))
+    fails_with(broken, 'utilization.parquet', 'year')
+
+def test_unknown_phase(broken):
+    def change(d): d.loc[5, 'phase'] = 'PHASE7'; return d
+    line = fails_with_after(broken, 'registry', change, 'PHASE7')
+    assert 'NCT' in line or 'row' in line
+
+def test_unknown_indication(broken):
+    def change(d):
+        i = d.index[d.indications.notna()][0]
+        d.loc[i, 'indications'] = 'NOTACANCER'; return d
+    fails_with_after(broken, 'approvals', change, 'NOTACANCER')
+
+def test_date_after_the_snapshot(broken):
+    def change(d): d.loc[7, 'event_date'] = pd.Timestamp('2031-01-01'); return d
+    fails_with_after(broken, 'registry', change, '2031-01-01')
+
+def fails_with_after(root, kind, change, *words):
+    rewrite(root/'data'/f'{kind}.parquet', change)
+    return fails_with(root, f'{kind}.parquet', *words)
+
+def test_too_few_programs_with_trials(broken):
+    set_params(broken, **{'data.max_programs': 59})
+    def change(d): return d[d.drugs.str.contains('pembrolizumab')].reset_index(drop=True)
+    rewrite(broken/'data'/'registry.parquet', change)
+    r = run(broken, 'dvc', 'repro', 'episodes')
+    line = [l for l in (r.stdout + r.stderr).splitlines() if l.startswith('error in stage')]
+    assert r.returncode != 0 and len(line) == 1 and 'max_programs' in line[0], (r.stdout + r.stderr)[-3000:]
+
+def test_typo_in_params(broken):
+    f = broken/'params.yaml'
+    f.write_text(f.read_text().replace('max_programs', 'max_progams'))
+    r = run(broken, 'python', '-m', 'clinical_rl.stages', 'ingest')
+    assert r.returncode == 1 and r.stderr.strip().splitlines()[-1].startswith('error in stage ingest: params.yaml') and "'data.max_programs'" in r.stderr
+
+def test_killed_stage_leaves_nothing_half_written(tiny):
+    "SIGKILL in the middle of evaluate: the reports stay, and the next run completes."
+    good = digests(tiny, 'reports')
+    env = os.environ | {'PATH': f'{BIN}:{os.environ["PATH"]}', 'PYTHONPATH': str(tiny)}
+    env.pop('CLINICAL_RL_ROOT', None)
+    p = subprocess.Popen(['dvc', 'repro', '-f', '-s', 'evaluate'], cwd=tiny, env=env, start_new_session=True,
+                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    time.sleep(6)
+    os.killpg(p.pid, signal.SIGKILL); p.wait()
+    assert digests(tiny, 'reports') == good
+    assert not list((tiny/'reports').rglob('*.tmp'))
+    run(tiny, 'dvc', 'repro', check=True)
+    assert digests(tiny, 'reports') == good
