@@ -8,7 +8,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': 'local', 'g
                                        'clinical_rl.baselines.class_prior': ('baselines.html#class_prior', 'clinical_rl/baselines.py'),
                                        'clinical_rl.baselines.decode': ('baselines.html#decode', 'clinical_rl/baselines.py'),
                                        'clinical_rl.baselines.design': ('baselines.html#design', 'clinical_rl/baselines.py'),
-                                       'clinical_rl.baselines.forecast': ('baselines.html#forecast', 'clinical_rl/baselines.py'),
+                                       'clinical_rl.baselines.fitted': ('baselines.html#fitted', 'clinical_rl/baselines.py'),
                                        'clinical_rl.baselines.frequency': ('baselines.html#frequency', 'clinical_rl/baselines.py'),
                                        'clinical_rl.baselines.grid': ('baselines.html#grid', 'clinical_rl/baselines.py'),
                                        'clinical_rl.baselines.last_items': ('baselines.html#last_items', 'clinical_rl/baselines.py'),

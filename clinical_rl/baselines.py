@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOW', 'HIGH', 'MODELS', 'METHODS', 'calibrator', 'frequency', 'class_prior', 'profiles', 'nearest', 'sample_rows',
-           'undo_sampling', 'design', 'logistic', 'boosting', 'last_items', 'grid', 'pair_f1', 'decode', 'forecast',
+           'undo_sampling', 'design', 'logistic', 'boosting', 'last_items', 'grid', 'pair_f1', 'decode', 'fitted',
            'tune', 'run']
 
 # %% ../nbs/13_baselines.ipynb #c003
@@ -180,29 +180,32 @@ def decode(
     out = [decoding.decode_window(block.filled(i), p, min_items, floor) for i, p in zip(rows, P)]
     return [a for a, _ in out], [c for _, c in out]
 
-def forecast(
+def fitted(
     method,   # one of METHODS
     block,    # features of a scope and split
     setting,  # its setting
-    rows,     # places of the windows to predict
     fit=None, # places to fit on; default: the training windows
     seed=0, min_items=1, floor=0.002,
-) -> tuple: # items, item_probs
-    "Fit one method with one setting, and predict."
-    if method == 'empty': return [[] for _ in rows], [[] for _ in rows]
-    if method == 'last_window': return last_items(block, rows, setting), [[] for _ in rows]
-    fit = block.rows('train', empty=False) if fit is None else fit
-    return decode(block, rows, MODELS[method](block, fit, setting, seed)(rows), min_items, floor)
+): # function: places -> (items, item_probs)
+    "Fit one method with one setting."
+    if method == 'empty': return lambda rows: ([[] for _ in rows], [[] for _ in rows])
+    if method == 'last_window': return lambda rows: (last_items(block, rows, setting), [[] for _ in rows])
+    predict = MODELS[method](block, block.rows('train', empty=False) if fit is None else fit, setting, seed)
+    return lambda rows: decode(block, rows, predict(rows), min_items, floor)
 
 def tune(
     method, block,
     settings, # of `grid`
-    seed=0, min_items=1,
-) -> pd.DataFrame: # one row a setting: its values, val_indication_phase_f1, best
-    "Score every setting on the validation episodes."
-    val = block.rows('val', empty=False); truth = block.windows['items'].iloc[val]
-    out = pd.DataFrame([{**s, 'val_indication_phase_f1': pair_f1(forecast(method, block, s, val, seed=seed, min_items=min_items)[0], truth)} for s in settings])
-    return out.assign(best=np.arange(len(out)) == out.val_indication_phase_f1.argmax())
+    seed=0, min_items=1, floor=0.002,
+) -> tuple: # table with a row a setting (its values, val_indication_phase_f1, best), and the best one as `fitted`
+    "Fit every setting on the training windows and score it on the validation episodes."
+    val = block.rows('val', empty=False); truth = block.windows['items'].iloc[val]; rows, best, top = [], None, -1.0
+    for s in settings:
+        f = fitted(method, block, s, None, seed, min_items, floor)
+        rows.append({**s, 'val_indication_phase_f1': (score := pair_f1(f(val)[0], truth))})
+        if score > top: best, top = f, score
+    out = pd.DataFrame(rows)
+    return out.assign(best=np.arange(len(out)) == out.val_indication_phase_f1.argmax()), best
 
 # %% ../nbs/13_baselines.ipynb #c026
 def run(
@@ -216,10 +219,9 @@ def run(
         if f'all_pair_{h}' not in block.columns and (method != 'frequency' or f'any_pair_{h}' not in block.columns):
             raise core.ParamError(f'params.yaml: baselines.{method}.half_life_months lists {h}, for which there is no feature; '
                                   'take values of features.half_lives_months (frequency: any, others: not the first)')
-    settings = grid(section)
-    tuned = tune(method, block, settings, seed, min_items)
+    tuned, best = tune(method, block, grid(section), seed, min_items, floor)
     rows = np.sort(np.r_[block.rows('val'), block.rows('test')])
-    items, probs = forecast(method, block, settings[int(tuned.best.argmax())], rows, None, seed, min_items, floor)
+    items, probs = best(rows)
     df = decoding.prediction_frame(block.windows.episode_id.iloc[rows], items, probs, scope=scope, split=split, method=method, seed=seed,
                                    decoding='expected_f1' if method in MODELS else 'rule')
     return df, tuned.assign(scope=scope, split=split, method=method)

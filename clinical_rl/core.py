@@ -287,7 +287,8 @@ def progress(
     from tqdm import tqdm
     if pipe := os.environ.get('CLINICAL_RL_PROGRESS'):
         out = open(pipe, 'w', buffering=1)
-        return tqdm(it, desc=desc, total=total, unit=unit, file=out, mininterval=0.5, ncols=100, leave=True)
+        return tqdm(it, desc=desc, total=total, unit=unit, file=out, ncols=100,
+                    mininterval=float(os.environ.get('CLINICAL_RL_PROGRESS_EVERY', '0.5')))
     return tqdm(it, desc=desc, total=total, unit=unit, disable=not sys.stderr.isatty(), ncols=100)
 
 # %% ../nbs/00_core.ipynb #c024

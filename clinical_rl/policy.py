@@ -121,12 +121,14 @@ class Prefix:
     mask: torch.Tensor # (P, L): is there a token?
     last: tuple = ()   # the bias of the last call: all layers of a pass use the same
 
-    def bias(self, N, G, q, s, dtype): # N rows, G query heads a KV head, q queries, s own keys: 0 or -inf, (N, 1, G*q, L + s)
-        if not self.last or self.last[0] != (N, G, q, s, dtype):
-            zero = lambda shape, hide: torch.zeros(shape, dtype=dtype, device=self.mask.device).masked_fill_(hide, float('-inf'))
-            past = zero(self.mask.shape, ~self.mask).repeat_interleave(N//len(self.mask), 0)[:, None, None].expand(N, 1, G*q, -1)
-            own = zero((q, s), torch.ones(q, s, dtype=torch.bool, device=self.mask.device).triu(s - q + 1)).repeat(G, 1) # causal
-            self.last = (N, G, q, s, dtype), torch.cat([past, own.expand(N, 1, G*q, s)], -1)
+    def bias(self, S, G, q, s, dtype): # S responses a prompt, G query heads a KV head, q queries, s own keys
+        "0 or -inf, (P, 1, S*G*q, L + s), or 1 in place of S*G*q where all queries see the same."
+        if not self.last or self.last[0] != (S, G, q, s, dtype):
+            zero = lambda hide: torch.zeros(hide.shape, dtype=dtype, device=hide.device).masked_fill_(hide, float('-inf'))
+            rows = S*G*q if q > 1 else 1
+            past = zero(~self.mask)[:, None, None].expand(-1, 1, rows, -1)
+            own = zero(torch.ones(q, s, dtype=torch.bool, device=self.mask.device).triu(s - q + 1)).repeat(rows//q, 1) # causal
+            self.last = (S, G, q, s, dtype), torch.cat([past, own.expand(len(self.mask), 1, rows, s)], -1)
         return self.last[1]
 
     def select(self, rows): # rows: index of prompts to keep
@@ -148,9 +150,9 @@ def shared_prefix_attention(
     by_prompt = lambda x: x.view(P, S, Hk, G*q, -1).transpose(1, 2).reshape(P, Hk, S*G*q, -1)
     by_row = lambda x: x.view(P, Hk, S, G*q, -1).transpose(1, 2).reshape(N, Hk, G*q, -1)
     query = query.reshape(N, Hk, G*q, d)*scaling
-    scores = torch.cat([by_row(by_prompt(query) @ k.mT), query @ key.mT], -1) + prefix.bias(N, G, q, s, query.dtype)
+    scores = torch.cat([by_prompt(query) @ k.mT, by_prompt(query @ key.mT)], -1) + prefix.bias(S, G, q, s, query.dtype)
     w = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-    out = by_row(by_prompt(w[..., :L].contiguous()) @ v) + w[..., L:] @ value
+    out = by_row(w[..., :L] @ v) + by_row(w[..., L:].contiguous()) @ value # only small tensors change their layout
     return out.reshape(N, H, q, d).transpose(1, 2).contiguous(), None
 
 class KVStore:

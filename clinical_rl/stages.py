@@ -31,6 +31,7 @@ def progress_pipe(
                 if b.endswith(b'\0'): break
         t = threading.Thread(target=copy, daemon=True); t.start()
         os.environ['CLINICAL_RL_PROGRESS'] = str(fifo)
+        os.environ['CLINICAL_RL_PROGRESS_EVERY'] = '0.5' if out.isatty() else '30' # seconds: a log file wants a line now and then
         try: yield fifo
         finally:
             os.environ.pop('CLINICAL_RL_PROGRESS', None)
