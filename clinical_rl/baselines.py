@@ -35,11 +35,12 @@ def _who(block): return 'own' if block.windows.episode_id.iloc[0].startswith('sp
 
 def frequency(
     block, fit, # features; places to fit on
-    setting,    # half_life_months: one of features.half_lives_months
+    setting,    # half_life_months: one of features.half_lives_months; prior: weight of the field's trials a program
     seed=0,
 ): # function: places -> probabilities
-    "The program's own pace: decayed count of the pair, calibrated."
-    score = block[f'{_who(block)}_pair_{setting["half_life_months"]}']
+    "The program's own pace: decayed count of the pair, calibrated. A little of the field's pace orders the pairs that it never tried."
+    h, own = setting['half_life_months'], 'own_' if _who(block) == 'own' else ''
+    score = block[f'{_who(block)}_pair_{h}'] + setting['prior']*block[f'all_{own}pair_{h}']
     f = calibrator(score[fit], block.y[fit])
     return lambda rows: f(score[rows])
 
@@ -216,9 +217,9 @@ def run(
     "Tune on validation, then predict validation and test windows, empty ones too."
     if method not in METHODS: raise core.ParamError(f"baseline '{method}' is unknown; choose one of {', '.join(METHODS)}")
     for h in section.get('half_life_months', []): # a typo in params is named here, not deep inside
-        if f'all_pair_{h}' not in block.columns and (method != 'frequency' or f'any_pair_{h}' not in block.columns):
+        if f'all_pair_{h}' not in block.columns:
             raise core.ParamError(f'params.yaml: baselines.{method}.half_life_months lists {h}, for which there is no feature; '
-                                  'take values of features.half_lives_months (frequency: any, others: not the first)')
+                                  'take values of features.half_lives_months other than the first')
     tuned, best = tune(method, block, grid(section), seed, min_items, floor)
     rows = np.sort(np.r_[block.rows('val'), block.rows('test')])
     items, probs = best(rows)

@@ -114,6 +114,7 @@ class LastWindowParams(_P):
     max_back: _Grid(_Count)
 class FrequencyParams(_P):
     half_life_months: _Grid(_Count)
+    prior: _Grid(_Pos)
 class ClassPriorParams(_P):
     half_life_months: _Grid(_Count)
     kappa: _Grid(_Pos)

@@ -80,7 +80,7 @@ def test_held_out_program_leaves_no_trace(world, scope):
     assert np.array_equal(a.X[:, :, other], b.X[:, :, other])  # nor the priors of held-out windows
     mine = np.flatnonzero(a.windows.program == drugs[0])
     assert not np.array_equal(a['any_rate'][mine], b['any_rate'][mine])  # its own past does change
-    for m, setting in [('class_prior', dict(half_life_months=18, kappa=1)), ('frequency', dict(half_life_months=18)), ('logistic', dict(C=0.01, negatives=0.5))]:
+    for m, setting in [('class_prior', dict(half_life_months=18, kappa=1)), ('frequency', dict(half_life_months=18, prior=0.1)), ('logistic', dict(C=0.01, negatives=0.5))]:
         P, Q = (baselines.MODELS[m](x, train, setting)(train) for x in (a, b))
         assert np.array_equal(P, Q), m
 

@@ -7,8 +7,10 @@ import pytest, yaml
 
 from conftest import BIN, copy_project, run
 
-TINY = { # dotted key of params.yaml -> value
-    'data.max_programs': 8, 'splits.names': ['temporal', 'drug'], 'evaluate.bootstrap': 200, 'evaluate.permutations': 200,
+TINY = { # dotted key of params.yaml -> value: a few programs, a few steps
+    'data.max_programs': 6, 'splits.names': ['temporal', 'drug'], 'evaluate.bootstrap': 200, 'evaluate.permutations': 200,
+    'baselines.boosting.max_iter': [10], 'baselines.logistic.C': [0.01], 'prompts.max_tokens': 160, 'lora.layers': 2,
+    'lora.rank': 2, 'train.epochs': 1, 'decode.samples': 2, 'decode.max_items': 6,
 }
 
 def set_params(root, **changes):
@@ -61,7 +63,7 @@ def test_second_run_does_nothing(tiny):
 
 def test_one_baseline_parameter_reruns_only_what_depends_on_it(tiny):
     before = (tiny/'params.yaml').read_text()
-    set_params(tiny, **{'baselines.nearest.k': [3]})
+    set_params(tiny, **{'baselines.nearest.k': [3, 7]})
     r = run(tiny, 'dvc', 'repro', '--dry', check=True)
     assert set(stages_run(r.stdout)) == {'baseline@nearest', 'evaluate', 'report'}
     (tiny/'params.yaml').write_text(before)
