@@ -33,7 +33,7 @@ repro: $(READY) ## run the whole pipeline on the embedded data; reports land in 
 	@dvc pull --quiet data.dvc && dvc repro && echo "Done: open reports/index.html"
 
 test: $(READY) ## run all tests
-	@python -m pytest
+	@dvc pull --quiet data.dvc && python -m pytest
 
 lab: $(READY) ## open the notebooks in JupyterLab
 	@jupyter lab nbs

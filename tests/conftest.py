@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from clinical_rl import core, gate, records as rec
+
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 
@@ -29,3 +31,10 @@ def run(cwd, *cmd, check=False, timeout=1500, **env):
     r = subprocess.run([str(c) for c in cmd], cwd=cwd, env=e, capture_output=True, text=True, timeout=timeout)
     if check and r.returncode: raise AssertionError(f'{cmd} failed:\n{r.stdout[-3000:]}\n{r.stderr[-5000:]}')
     return r
+
+@pytest.fixture(scope='session')
+def real_records():
+    "The embedded tables, checked and coded as stage ingest does it."
+    r = rec.Records.load(ROOT/'data', core.load_params(ROOT/'params.yaml').data.snapshot)
+    tables = {k: df.assign(public_date=gate.public_date(df, k)) for k, df in r.items()}
+    return r.replace(**tables | dict(registry=rec.code_trials(tables['registry'])))

@@ -5,20 +5,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from clinical_rl import baselines, core, decoding, episodes, features, gate, metrics, records as rec, splits as sp
+from clinical_rl import baselines, core, decoding, episodes, features, metrics, splits as sp
 
-DATA = core.root()/'data'
-needs_data = pytest.mark.skipif(not (DATA/'registry.parquet').exists(), reason='run `dvc pull data.dvc` first')
 H = [6, 18, 48]
 
 
 @pytest.fixture(scope='module')
-def world():
+def world(real_records):
     "Real records and windows of eight programs."
-    p = core.load_params()
-    r = rec.Records.load(DATA, p.data.snapshot)
-    tables = {k: df.assign(public_date=gate.public_date(df, k)) for k, df in r.items()}
-    r = r.replace(**tables | dict(registry=rec.code_trials(tables['registry'])))
+    p, r = core.load_params(), real_records
     trials = episodes.trial_table(r.registry, p.episodes.pan_tumour_above)
     drugs = list(episodes.choose_programs(trials, r.programs.drug, 8, p.episodes).drug)
     full, empty, _ = episodes.windows(r, p, drugs)
@@ -33,7 +28,6 @@ def plant(r, **change):
     return r.replace(registry=pd.concat([r.registry, row], ignore_index=True).astype(r.registry.dtypes.to_dict()))
 
 
-@needs_data
 def test_future_changes_no_feature(world):
     "Rows that become public after t, in every table, change no feature at t."
     p, r, wins, programs = world
@@ -53,7 +47,6 @@ def held_out(wins, part):
     return s.assign(part=s.program.map(part))
 
 
-@needs_data
 @pytest.mark.parametrize('scope', ['landscape', 'sponsor'])
 def test_held_out_program_leaves_no_trace(world, scope):
     "Unheard-of trials of a held-out program, some shared with training programs, change no training number and no prior."
@@ -85,7 +78,6 @@ def test_held_out_program_leaves_no_trace(world, scope):
         assert np.array_equal(P, Q), m
 
 
-@needs_data
 def test_deterministic(world):
     "The same inputs give the same predictions."
     p, r, wins, programs = world

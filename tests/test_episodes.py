@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from clinical_rl import core, episodes, gate, rewards, splits
 from clinical_rl.core import DataError, ParamError
-from clinical_rl.records import KINDS, Records, columns, example
+from clinical_rl.records import KINDS, columns, example
 
 HIDDEN = {k: [c.name for c in columns(k).itertuples() if c.why.startswith(('vintage', 'hidden'))] for k in (*KINDS, 'programs')}
 WORD, NUMBER = 'XCANARYX', 987654321.0
@@ -17,13 +17,8 @@ WORD, NUMBER = 'XCANARYX', 987654321.0
 
 # ---------------------------------------------------------------- records to test on
 
-def _real():
-    folder = core.root()/'out'/'records'
-    if not (folder/'registry.parquet').exists(): pytest.skip('out/records is not there: run `dvc repro ingest`')
-    return Records.load(folder)
-
 @pytest.fixture(scope='module')
-def real(): return _real()
+def real(real_records): return real_records
 
 @pytest.fixture(scope='module')
 def params(): return core.load_params()

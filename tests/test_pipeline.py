@@ -1,6 +1,5 @@
 "The whole DVC graph, from a fresh copy, on a few programs and a few steps: it runs, it repeats itself, it fails well."
 import hashlib, os, re, signal, subprocess, time
-from pathlib import Path
 
 import pandas as pd
 import pytest, yaml

@@ -83,3 +83,15 @@ def test_git_stays_small():
     sizes = {r.split('\t')[1]: int(r.split()[3]) for r in rows if r.split()[3] != '-'}
     assert sum(sizes.values()) < 12e6
     assert {f for f, n in sizes.items() if n > 1e6 and not f.startswith(('reports/', '.dvcstore/'))} == set()
+
+@pytest.mark.parametrize('stage', [s for s, d in DVC.items() if 'matrix' in d])
+def test_matrix_stage_takes_its_parameters(stage):
+    "Without the tag papermill's values come first and the notebook's own defaults overwrite them."
+    tagged = [c for c in json.loads(notebook_of(stage).read_text())['cells'] if 'parameters' in c['metadata'].get('tags', [])]
+    assert len(tagged) == 1
+    names = {n.id for n in ast.walk(ast.parse(''.join(tagged[0]['source']))) if isinstance(n, ast.Name)}
+    assert names == set(DVC[stage]['matrix'])
+
+def test_readme_quotes_the_pipeline():
+    from clinical_rl.report import readme_text
+    assert readme_text(ROOT) == (ROOT/'README.md').read_text(), 'run `make readme`'

@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 
 from clinical_rl import report
-from clinical_rl.core import DataError, load_params, write_json, write_parquet
+from clinical_rl.core import DataError, load_params, write_parquet
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTHS = {'laptop': (1280, 800), 'phone': (390, 844)}
