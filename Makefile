@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup repro test lab report readme export clean
+.PHONY: help setup data repro test lab report readme export clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 16
@@ -29,11 +29,14 @@ $(READY): requirements.txt pyproject.toml
 	  else echo "error: installing the packages failed: $$(grep -E '^ERROR|No space left' $(VENV)/setup.log | tail -n 1); see $(VENV)/setup.log, then run make again" >&2; fi; exit 1; fi; \
 	touch $@
 
-repro: $(READY) ## run the whole pipeline on the embedded data; reports land in reports/
-	@dvc pull --quiet data.dvc && dvc repro && echo "Done: open reports/index.html"
+data: $(READY) ## pull the embedded data from the store in the repository, if data/ is not there
+	@[ -e data/registry.parquet ] || dvc pull --quiet data.dvc || { echo "error: data/ could not be restored from .dvcstore; see dvc pull data.dvc" >&2; exit 1; }
 
-test: $(READY) ## run all tests
-	@dvc pull --quiet data.dvc && python -m pytest
+repro: data ## run the whole pipeline on the embedded data; reports land in reports/
+	@dvc repro && echo "Done: open reports/index.html"
+
+test: data ## run all tests
+	@python -m pytest
 
 lab: $(READY) ## open the notebooks in JupyterLab
 	@jupyter lab nbs

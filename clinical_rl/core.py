@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 import numpy as np
 import pandas as pd
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 # %% ../nbs/00_core.ipynb #c006
 class DataError(ValueError):
@@ -42,8 +42,17 @@ def root(
     raise DataError(f'no settings.ini and params.yaml at or above {start}: run from inside the project, or set CLINICAL_RL_ROOT')
 
 # %% ../nbs/00_core.ipynb #c011
+def _distinct(xs):
+    if not xs: raise ValueError('must hold at least one value')
+    if len(set(xs)) < len(xs): raise ValueError('holds a value twice')
+    return xs
+
 class _P(BaseModel):
     model_config = ConfigDict(extra='forbid', frozen=True)
+
+    @field_validator('scopes', 'names', 'splits', 'methods', 'objectives', 'seeds', 'modules', 'parts', 'decision_months', check_fields=False)
+    @classmethod
+    def _lists(cls, xs): return _distinct(xs) if isinstance(xs, list) else xs # a group may bear the same name as a list
 
 class DataParams(_P):
     source: Literal['embedded'] = 'embedded'          # which tables ingest reads
@@ -223,6 +232,18 @@ class Params(_P):
     decode: DecodeParams
     evaluate: EvaluateParams
 
+    @model_validator(mode='after')
+    def _fit_together(self):
+        "What one part asks for another must make: found here in a second, not after an hour of training."
+        for key, xs, of, ys in (('features.splits', self.features.splits, 'splits.names', self.splits.names),
+                                ('policies.splits', self.policies.splits, 'features.splits', self.features.splits),
+                                ('policies.scopes', self.policies.scopes, 'episodes.scopes', self.episodes.scopes)):
+            if gone := [x for x in xs if x not in ys]: raise ValueError(f'{key} names {gone[0]!r}, which {of} does not; add it there')
+        if len(self.policies.scopes) > 1: raise ValueError('policies.scopes takes one scope for now; name one')
+        if missing := {'train', 'val'} - set(self.encode.parts): raise ValueError(f'encode.parts needs train and val; add {sorted(missing)[0]}')
+        if missing := {'val', 'test'} - set(self.decode.parts): raise ValueError(f'decode.parts needs val and test; add {sorted(missing)[0]}')
+        return self
+
 # %% ../nbs/00_core.ipynb #c013
 def _known_keys(model, path): # names of the fields of the model that `path` leads to
     for name in path:
@@ -234,6 +255,7 @@ def _one_line(err, file): # first pydantic complaint as one actionable line
     e = min(err.errors(), key=lambda e: e['type'] != 'extra_forbidden') # a typo also makes the right key missing: name the typo
     path = [str(x) for x in e['loc']]
     key = '.'.join(path)
+    if not path: return f'{file}: {e["msg"].removeprefix("Value error, ")}'
     if e['type'] == 'extra_forbidden':
         near = difflib.get_close_matches(path[-1], _known_keys(Params, path[:-1]), n=1, cutoff=0.5)
         hint = f'did you mean {".".join(path[:-1] + near)!r}?' if near else 'remove it'
@@ -246,7 +268,8 @@ def load_params(
 ) -> Params: # raises ParamError in one line for a missing, unknown or mistyped key
     "Read and check `params.yaml`."
     path = Path(path or root()/'params.yaml')
-    try: raw = yaml.safe_load(path.read_text())
+    try: raw = yaml.safe_load(path.read_text(encoding='utf-8'))
+    except UnicodeDecodeError as e: raise ParamError(f'{path.name}: byte {e.start} is not UTF-8; save the file as UTF-8') from None
     except FileNotFoundError: raise ParamError(f'{path} is missing: restore it with `git checkout {path.name}`') from None
     except yaml.YAMLError as e:
         mark = getattr(e, 'problem_mark', None)
@@ -298,14 +321,17 @@ def atomic_write(
     write,  # function that writes to the temporary path it is given
 ) -> Path: # `path`
     "Write a file through a temporary name in the same folder, then rename."
-    path = Path(path); path.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(path)
     tmp = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(tmp)
         with open(tmp, 'rb+') as f: os.fsync(f.fileno())
         os.replace(tmp, path)
-    except OSError as e:
-        raise DataError(f'cannot write {path}: {e.strerror or e}; free some space or check permissions, then run again') from e
+    except Exception as e:
+        # torch and safetensors wrap a full disk in errors of their own
+        if not isinstance(e, OSError) and type(e).__name__ not in ('SafetensorError', 'RuntimeError'): raise
+        raise DataError(f'cannot write {path}: {getattr(e, "strerror", None) or e}; free some space or check permissions, then run again') from e
     finally: tmp.unlink(missing_ok=True)
     return path
 

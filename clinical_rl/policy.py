@@ -271,7 +271,7 @@ class PromptCache:
 
     def prune(self, keys): # what no window needs any more
         "Delete the files of all other keys."
-        for f in self.folder.glob('*/*.safetensors'):
+        for f in [*self.folder.glob('*/*.safetensors'), *self.folder.glob('*/.*.tmp')]: # the latter a kill has left
             if f.stem not in keys: f.unlink()
 
     def size(self): return sum(f.stat().st_size for f in self.folder.glob('*/*.safetensors')) # bytes

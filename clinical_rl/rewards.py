@@ -169,15 +169,17 @@ def compute(
     as_of,                  # the day from which we look
     fit=None,               # episode_ids whose items give means and deviations; default: all
     pan_tumour_above:int=4, # params.episodes.pan_tumour_above
+    exclude=frozenset(),    # registry numbers that do not exist for these episodes, of `splits.excluded_ids`
 ) -> tuple: # items (a row per item), episodes (as_of, episode_id, reward, observed_share)
     "Outcomes and rewards of every item and episode, as seen at `as_of`."
     if not len(episodes): raise DataError('rewards: no episode to reward; check out/episodes/episodes.parquet, then `dvc repro episodes`')
     as_of, comp = pd.Timestamp(as_of), cfg.components
+    registry = records.registry[~records.registry.nct_id.isin(exclude)]
     items = item_table(episodes)
     items['window_end'] = items.episode_id.map(episodes.set_index('episode_id').window_end)
     values = dict(regulatory=regulatory(items, records.approvals, comp.regulatory.horizon_years, as_of),
-                  later_phase=later_phase(items, trial_items(records.registry, pan_tumour_above), comp.later_phase.horizon_years, as_of),
-                  stopped=stopped(items, records.registry, comp.stopped, as_of))
+                  later_phase=later_phase(items, trial_items(registry, pan_tumour_above), comp.later_phase.horizon_years, as_of),
+                  stopped=stopped(items, registry, comp.stopped, as_of))
     for c, v in values.items():
         items[f'{c}_censored'] = censored(items.decision_date, getattr(comp, c), as_of)
         items[c] = v.mask(items[f'{c}_censored'])
@@ -196,13 +198,13 @@ def as_of_dates(
 # %% ../nbs/05_rewards.ipynb #c033
 def before(
     records,  # with registry and approvals
-    day,      # last day that is kept
+    day,      # last day on which a kept row became public
 ): # the same kind of object, later rows and later vintages removed
     "What `records` held on `day`: a tool for proving that rewards do not look ahead."
     import copy
     day, out = pd.Timestamp(day), copy.copy(records)
-    r = records.registry[records.registry.event_date <= day]
+    r = records.registry[records.registry.public_date <= day]
     late = ~(r.vintage <= day)
     out.registry = r.assign(status=r.status.mask(late), completion_date=r.completion_date.mask(late), vintage=r.vintage.mask(late))
-    out.approvals = records.approvals[records.approvals.event_date <= day]
+    out.approvals = records.approvals[records.approvals.public_date <= day]
     return out

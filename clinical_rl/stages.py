@@ -46,7 +46,7 @@ def error_line(
     "What to print when a stage fails."
     text = ' '.join(str(evalue).split())
     if ename in ('DataError', 'ParamError'): return f'error in stage {stage}: {text}'
-    return f'error in stage {stage}: {ename}: {text} (traceback above; the previous outputs and reports are untouched)'
+    return f'error in stage {stage}: {ename}: {text} (traceback above; a bug: please report it)'
 
 # %% ../nbs/18_stages.ipynb #c012
 def run_stage(
@@ -63,6 +63,8 @@ def run_stage(
     p = load_params(base/'params.yaml')
     # BLAS and OpenMP read these when the kernel starts
     for v in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS'): os.environ[v] = str(p.threads)
+    # threads that spin at a barrier starve each other as soon as something else runs on the machine: encoding took 20 times as long
+    os.environ |= {'OMP_WAIT_POLICY': 'PASSIVE', 'GOMP_SPINCOUNT': '0'}
     os.environ['CLINICAL_RL_ROOT'] = str(base)
     # the report reads the folder of notebooks, so its own may not lie there
     dst = base/'out'/('.' if name == 'report' else 'notebooks')/('-'.join([name, *map(str, params.values())]) + '.ipynb')
@@ -86,6 +88,9 @@ def main(
     try: run_stage(a.stage, params)
     except (DataError, ParamError) as e: line = error_line(a.stage, type(e).__name__, str(e))
     except Exception as e:
+        if type(e).__name__ == 'DeadKernelError':
+            e = DataError('its kernel was killed, perhaps for want of memory; free some and run again, the stage starts anew or from its last checkpoint')
+            print(error_line(a.stage, type(e).__name__, str(e)), file=sys.stderr); return 1
         if type(e).__name__ != 'PapermillExecutionError': raise
         if e.ename not in ('DataError', 'ParamError'): print('\n'.join(e.traceback), file=sys.stderr)
         line = error_line(a.stage, e.ename, e.evalue)

@@ -180,14 +180,46 @@ def test_too_few_programs(real, params):
 
 # ---------------------------------------------------------------- rewards
 
-@pytest.mark.parametrize('split', ['temporal', 'clean'])
-def test_rewards_ignore_what_comes_after_as_of(real, cut, params, split):
-    day = rewards.as_of_dates(params)[split]
-    w = cut[0][(cut[0].scope == 'landscape') & (cut[0].window_end <= day)]
-    a = rewards.compute(w, real, params.rewards, day)
-    b = rewards.compute(w, rewards.before(real, day), params.rewards, day)
+def training_rewards(records, windows, made, params, split, scope='landscape', exclude=None):
+    "What stage rewards writes for one scope and split: items, episodes."
+    w = splits.apply(windows[~windows['empty']], *made, scope, split, 'train')
+    gone = splits.excluded_ids(made[1], scope, split, 'train') if exclude is None else exclude
+    return rewards.compute(w, records, params.rewards, rewards.as_of_dates(params)[split], fit=w.episode_id,
+                           pan_tumour_above=params.episodes.pan_tumour_above, exclude=gone)
+
+def same(a, b):
     for x, y in zip(a, b): pd.testing.assert_frame_equal(x, y)
+
+@pytest.mark.parametrize('split', ['temporal', 'clean'])
+def test_training_rewards_ignore_what_comes_after_the_cutoff(real, windows, made, params, split):
+    day = rewards.as_of_dates(params)[split]
+    assert day == pd.Timestamp(getattr(params.splits, split).train_before)
+    a = training_rewards(real, windows, made, params, split)
+    same(a, training_rewards(rewards.before(real, day), windows, made, params, split))
     assert a[0].reward.notna().sum() > 500
+
+def test_held_out_outcomes_move_no_training_reward(real, windows, made, params):
+    "Without what became of the held-out programs: their approvals, and the status of their trials."
+    table, _ = made
+    part = table[(table.split == 'drug') & (table.scope == 'landscape')].drop_duplicates('program').set_index('program').part
+    held = set(part.index[part != 'train'])
+    theirs = real.registry.drugs.str.split('|').map(lambda ds: bool(held & set(ds)))
+    less = real.replace(approvals=real.approvals[~real.approvals.drug.isin(held)], registry=real.registry.assign(status=real.registry.status.mask(theirs)))
+    a = training_rewards(real, windows, made, params, 'drug')
+    same(a, training_rewards(less, windows, made, params, 'drug'))
+    all_windows = windows[(windows.scope == 'landscape') & ~windows['empty']]                            # the test can fail
+    x, y = (rewards.compute(all_windows, r, params.rewards, params.rewards.as_of)[1].set_index('episode_id').reward[a[1].episode_id] for r in (real, less))
+    assert not np.allclose(x, y, equal_nan=True)
+
+@pytest.mark.parametrize('split', list(splits.GROUP))
+def test_trials_that_training_gave_up_move_no_training_reward(real, windows, made, params, split):
+    gone = splits.excluded_ids(made[1], 'landscape', split, 'train')
+    less = real.replace(registry=real.registry[~real.registry.nct_id.isin(gone)])
+    a = training_rewards(real, windows, made, params, split)
+    same(a, training_rewards(less, windows, made, params, split, exclude=frozenset()))
+    assert not set(a[0].nct_id) & gone
+    b = training_rewards(real, windows, made, params, split, exclude=frozenset())[0]                       # the test can fail
+    assert (a[0].later_phase.fillna(-1) != b.later_phase.fillna(-1)).any()
 
 def test_censoring_is_by_date_alone(real, cut, params):
     w = cut[0][cut[0].scope == 'landscape']
