@@ -57,6 +57,7 @@ class Past:
     "Gated facts of one date, for all programs."
     t: pd.Timestamp
     items: dict             # arrays drug, nct_id, own, pair, lr, months (age), back (1 = registered in the last window)
+    tested: dict            # arrays drug, nct_id, ind: indications of every trial, of those without a phase too
     leads: dict             # drug -> [(nct_id, lead sponsor at t)] of trials that the own sponsor leads
     approvals: pd.DataFrame # drug, indication (number, -1 = not coded), years (age); reference products only
     rd: dict                # sponsor -> (annual R&D in USD, log growth against a year before)
@@ -71,6 +72,10 @@ def _items(trials, t, window_months):
     back = len(edges) - edges.searchsorted(pd.DatetimeIndex(x.event_date), side='left')              # t-6 < d <= t -> 1
     return dict(drug=x.drug.to_numpy(object), nct_id=x.nct_id.to_numpy(object), own=x.own.to_numpy(bool), pair=pair,
                 lr=np.array([_LR[k] for k in zip(x.line, x.regimen)], int), months=(t - x.event_date).dt.days.to_numpy(float)/MONTH, back=np.asarray(back, int))
+
+def _tested(trials): # what was tested at all: a trial needs no phase for that
+    x = trials[['drug', 'nct_id', 'indications']].explode('indications').dropna(subset='indications')
+    return dict(drug=x.drug.to_numpy(object), nct_id=x.nct_id.to_numpy(object), ind=x.indications.map(_IND).to_numpy(int))
 
 def _leads(trials, lead, t): # a compilation shows today's name: those of own trials go under the name of who held the program then
     own = trials[trials.own]; out, name = {}, {}
@@ -114,7 +119,7 @@ def open_past(
     trials = trial_table(g.registry, pan_tumour_above)
     lead = dict(zip(g.registry.nct_id, g.registry.lead_sponsor))
     cases = incidence_at(g.epidemiology).set_index('indication')['count'].reindex(INDS).to_numpy(float)
-    return Past(t, _items(trials, t, window_months), _leads(trials, lead, t), _approvals(g.approvals, t),
+    return Past(t, _items(trials, t, window_months), _tested(trials), _leads(trials, lead, t), _approvals(g.approvals, t),
                 _research(g.filings, t), _spending(g.utilization), cases)
 
 # %% ../nbs/07_features.ipynb #c017
@@ -264,14 +269,15 @@ def date_features(
     total, by_class = other.sum(0), {c: other[cls == c].sum(0) for c in set(cls[w])}
     lr = np.stack([line_regimen_law(own[i], by_class[cls[i]] - other[i], total - other[i], kappa).argmax(2) for i in w]).astype(np.int8)
     x = take(mine, mine['own']) if scope == 'sponsor' else mine
-    return out, lr, [_last(take(x, x['drug'] == d)) for d in drugs], [_known(mine['pair'][mine['drug'] == d]) for d in drugs]
+    tested = _keep(past.tested, gone)
+    return out, lr, [_last(take(x, x['drug'] == d)) for d in drugs], [_known(tested['ind'][tested['drug'] == d]) for d in drugs]
 
 def _last(items): # (windows back, items) of the most recent window that holds one
     if not len(items['back']): return 0, []
     k = int(items['back'].min()); x = take(items, items['back'] == k)
     return k, [dict(zip(ITEM, (*PAIRS[p], *LINE_REGIMEN[q]))) for p, q in sorted(zip(x['pair'], x['lr']))]
 
-def _known(pair): return '|'.join(INDS[i] for i in sorted(set(pair//N_PH))) # indications tested before, by any sponsor
+def _known(ind): return '|'.join(INDS[i] for i in sorted(set(ind))) # indications tested before, by any sponsor
 
 # %% ../nbs/07_features.ipynb #c033
 def candidates(
@@ -328,8 +334,8 @@ def known_indications(
     pasts,   # dict date -> Past
     windows, # episode_id, program, decision_date
 ) -> pd.DataFrame: # episode_id, known (pipe-joined, '' = none)
-    "Indications in the program's gated landscape history at each decision date."
-    have = {(t, d): _known(p.items['pair'][p.items['drug'] == d]) for t, p in pasts.items() for d in set(p.items['drug'])}
+    "Indications of the program's public trials at each decision date: of any sponsor, and with a phase or without."
+    have = {(t, d): _known(p.tested['ind'][p.tested['drug'] == d]) for t, p in pasts.items() for d in set(p.tested['drug'])}
     return pd.DataFrame(dict(episode_id=windows.episode_id.tolist(),
                              known=[have.get((t, d), '') for t, d in zip(windows.decision_date, windows.program)])).astype('str')
 

@@ -62,12 +62,13 @@ def score_window(
     weights,     # of the fields, for soft_f1
     known=None,  # indications that the program had before; None = unknown, no new_indication_f1
 ) -> dict: # METRICS, and <name>_hits, <name>_total for the micro averages
-    "Scores of one predicted portfolio."
+    "Scores of one predicted portfolio. new_indication_f1 is NaN where the truth holds no new indication, so it has the same windows for every method."
     counts = dict(indication=set_hits((i[0] for i in pred), (i[0] for i in true)),
                   indication_phase=set_hits((i[:2] for i in pred), (i[:2] for i in true)),
                   soft=soft_hits(pred, true, weights), strict=multiset_hits(pred, true))
     out = {f'{k}_f1': f1(*c) for k, c in counts.items()}
-    out['new_indication_f1'] = np.nan if known is None else f1(*set_hits({i[0] for i in pred} - set(known), {i[0] for i in true} - set(known)))
+    new = {i[0] for i in true} - set(known) if known is not None else set()
+    out['new_indication_f1'] = f1(*set_hits({i[0] for i in pred} - set(known), new)) if new else np.nan
     out['size_error'] = float(abs(len(pred) - len(true)))
     for k, (h, p, t) in counts.items(): out[f'{k}_hits'], out[f'{k}_total'] = 2.0*h, float(p + t)
     return out

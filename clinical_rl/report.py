@@ -238,7 +238,7 @@ def read_metrics(
     return df.astype({c: object for c in text}).fillna({c: '' for c in text})
 
 RESULT_COLUMNS = ['scope', 'split', *KEY, 'n_episodes', 'n_programs', 'metric', 'value', 'lo', 'hi']
-COMPARISON_COLUMNS = ['scope', 'split', 'metric', *KEY, 'baseline', 'diff', 'lo', 'hi']
+COMPARISON_COLUMNS = ['scope', 'split', 'metric', *KEY, 'baseline', 'diff', 'lo', 'hi', 'verdict']
 
 def headline(
     results:pd.DataFrame,     # results.csv
@@ -279,7 +279,7 @@ def _pct(t): # '58.0 % [53.0, 63.8]' with spaces that hold the interval together
 def findings(
     blocks:list,              # see `headline`
     comparisons:pd.DataFrame, # comparisons.csv
-    min_clusters:int=15,      # with fewer programs the permutation test decides, not the interval
+    min_clusters:int=15,      # with fewer programs the sentence says so
 ) -> list: # sentences in HTML
     "The headline table in words, computed from it."
     out = []
@@ -301,13 +301,12 @@ def findings(
             if len(c):
                 d, lo, hi = (float(c[x].iloc[0])*100 for x in ('diff', 'lo', 'hi'))
                 p = next((float(c[x].iloc[0]) for x in ('p_holm', 'p') if x in c and pd.notna(c[x].iloc[0])), None)
-                few = b['n_programs'] < min_clusters and p is not None
-                sure = p <= .05 if few else (lo > 0 or hi < 0) and (p is None or p <= .05)
+                few, word = b['n_programs'] < min_clusters and p is not None, c.verdict.iloc[0]
                 ends = ' to '.join(interval(x, None, None) for x in (lo, hi))
                 text += (f', {abs(d):.1f} points {"above" if d > 0 else "below"} that baseline (paired interval {ends}'
                          + ('' if p is None else f', p = {p:.3f}' if p >= .001 else ', p &lt; 0.001') + '): '
-                         + (f'it is {"better" if d > 0 else "worse"}' if sure else 'the two cannot be told apart')
-                         + (f', judged by permutation, since there are only {b["n_programs"]} programs.' if few else '.'))
+                         + dict(higher='it is better', lower='it is worse').get(word, 'the two cannot be told apart')
+                         + (f', judged by permutation too, since there are only {b["n_programs"]} programs.' if few else '.'))
             else: text += '.'
         if not policies: text += ' No policy has been trained on this split yet.'
         out.append(text)

@@ -78,6 +78,42 @@ def test_held_out_program_leaves_no_trace(world, scope):
         assert np.array_equal(P, Q), m
 
 
+def test_neighbours_are_public(world):
+    "Rows public after t, deleted from the states and from the labels of every window, change no neighbour at t and nothing that is read off one."
+    p, r, wins, programs = world
+    drugs = list(programs.drug); part = dict(zip(drugs, ['test', 'val'] + ['train']*6)); t = pd.Timestamp('2016-08-01')
+    wins = wins[(wins.scope == 'landscape') & (wins.decision_date >= '2013-02-01') & (wins.decision_date <= '2017-02-01')].reset_index(drop=True)
+    public = set(r.registry.nct_id[r.registry.public_date <= t]); cut = r.replace(**{k: df[df.public_date <= t] for k, df in r.items()})
+    none = pd.DataFrame(columns=['scope', 'split', 'part', 'nct_id']); pasts = {d: features.open_past(r, d) for d in wins.decision_date.unique()}
+    old = {d: features.open_past(cut, d) for d in pasts}
+    full = features.as_block(*features.build(pasts, wins, held_out(wins, part), none, programs, 'landscape', 'drug', H))
+    less = features.as_block(*features.build(old, wins, held_out(wins, part), none, programs, 'landscape', 'drug', H))
+    setting, place, shown = dict(k=25, half_life_months=18), {k: i for i, k in enumerate(full.pairs)}, np.zeros_like(full.y)
+    held = wins.set_index('episode_id')
+    for i, e in enumerate(full.windows.episode_id):  # the labels that are public on t
+        for item, nct in zip(held['items'][e], held.item_trials[e]):
+            if nct in public and (k := place.get((item['indication'], item['phase']))) is not None: shown[i, k] += 1
+    fit, rows = full.rows('train'), np.flatnonzero((full.windows.decision_date == t) & (full.windows.part != 'train'))
+    assert full.pairs == less.pairs and list(full.windows.episode_id) == list(less.windows.episode_id) and len(rows)
+    W, V = (baselines.neighbours(b, fit, rows, setting) for b in (full, less))
+    assert np.array_equal(W, V) and W.any()
+    Y, Z = full.y[fit] > 0, shown[fit] > 0
+    assert np.array_equal(W @ Y, V @ Z)
+    ends = (full.windows.window_end == t).to_numpy()[fit]
+    assert (Y[ends] != Z[ends]).any()  # the test can fail: windows that end on t hold labels that are public only later
+
+
+def test_known_needs_no_phase(world):
+    "A public trial without a phase makes its indication known; one that is public later does not."
+    p, r, wins, programs = world
+    t = pd.Timestamp('2012-02-01'); drug = programs.drug.iloc[0]; w = wins[(wins.program == drug)].iloc[[0]].assign(decision_date=t)
+    known = lambda x: set(features.known_indications({t: features.open_past(x, t)}, w).known.iloc[0].split('|'))
+    new = dict(drugs=drug, own=None, indications='DESMOID', phase_code=None, usable=False, event_date=t)
+    assert 'DESMOID' not in known(r)
+    assert known(plant(r, **new, public_date=t)) == (known(r) | {'DESMOID'}) - ({''} if known(r) == {''} else set())
+    assert known(plant(r, **new, public_date=t + pd.Timedelta(days=1))) == known(r)
+
+
 def test_deterministic(world):
     "The same inputs give the same predictions."
     p, r, wins, programs = world

@@ -79,7 +79,8 @@ def results():
                 x = v*share*(1 if scope == 'landscape' else .7)
                 rows.append([scope, split, *key, 295, 45 if split == 'temporal' else 9, metric, x, max(x - .05, 0), x + .05])
                 d = (v - .58)*share
-                if m != 'logistic': diffs.append([scope, split, metric, *key, 'logistic', d, d - .04, d + .04])
+                word = 'higher' if d > .04 else 'lower' if d < -.04 else 'noise'
+                if m != 'logistic': diffs.append([scope, split, metric, *key, 'logistic', d, d - .04, d + .04, word])
     return pd.DataFrame(rows, columns=report.RESULT_COLUMNS), pd.DataFrame(diffs, columns=report.COMPARISON_COLUMNS)
 
 def make_project(base):
