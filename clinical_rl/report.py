@@ -254,11 +254,11 @@ def headline(
         chosen = set(c.baseline.unique())
         rows = []
         groups = {k: g for k, g in r.groupby(KEY, sort=True, dropna=False)}
-        many = pd.Series([k[:3] for k in groups]).value_counts()
+        seeds = pd.DataFrame(list(groups), columns=KEY).groupby(['method', 'form', 'objective']).seed.nunique()
         for k, g in groups.items():
             label = method_label(*k[:3])
-            if many[k[:3]] > 1: # told apart only where needed
-                label += f' ({", ".join(x for x in (str(k[3]), f"seed {k[4]}") if x)})'
+            if k[0] == 'policy' and k[3] == 'greedy': label += ', greedy'
+            if seeds[k[:3]] > 1: label += f', seed {k[4]}' # told apart only where needed
             role = 'policy' if k[0] == 'policy' else 'chosen' if k[0] in chosen else 'baseline'
             scores = {m: tuple(map(float, v)) for m, *v in g[['metric', 'value', 'lo', 'hi']].itertuples(index=False)}
             rows.append(dict(key=k, label=label, role=role, **scores))
