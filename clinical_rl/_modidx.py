@@ -394,6 +394,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': 'local', 'g
                                     'clinical_rl.splits.shared_trials': ('splits.html#shared_trials', 'clinical_rl/splits.py'),
                                     'clinical_rl.splits.sizes': ('splits.html#sizes', 'clinical_rl/splits.py')},
             'clinical_rl.stages': { 'clinical_rl.stages.error_line': ('stages.html#error_line', 'clinical_rl/stages.py'),
+                                    'clinical_rl.stages.kernel_log': ('stages.html#kernel_log', 'clinical_rl/stages.py'),
                                     'clinical_rl.stages.main': ('stages.html#main', 'clinical_rl/stages.py'),
                                     'clinical_rl.stages.progress_pipe': ('stages.html#progress_pipe', 'clinical_rl/stages.py'),
                                     'clinical_rl.stages.run_stage': ('stages.html#run_stage', 'clinical_rl/stages.py')},
