@@ -91,7 +91,7 @@ def fails_with(root, *words, target='ingest'):
 @pytest.fixture
 def broken(tiny, tmp_path):
     "The tiny project with its data free to break; whatever a test does to data and params is undone."
-    saved = {p: p.read_bytes() for p in (tiny/'data').iterdir() if p.is_file()} | {tiny/'params.yaml': (tiny/'params.yaml').read_bytes()}
+    saved = {p: p.read_bytes() for p in [*(tiny/'data').iterdir(), tiny/'params.yaml', tiny/'data.dvc']}
     yield tiny
     for p, b in saved.items():
         p.unlink(missing_ok=True); p.write_bytes(b)
@@ -101,8 +101,11 @@ def rewrite(path, change): # a table through a function, as a new file: DVC may 
     df = change(pd.read_parquet(path)); path.unlink(); df.to_parquet(path, index=False)
 
 def test_missing_table(broken):
+    "The remedy that the message gives is one."
     (broken/'data'/'filings.parquet').unlink()
-    fails_with(broken, 'filings.parquet', 'missing', 'dvc pull')
+    line = fails_with(broken, 'filings.parquet', 'missing', 'git checkout data.dvc && dvc pull --force data.dvc')
+    run(broken, 'sh', '-c', re.search(r'`(git checkout.*?)`', line)[1], check=True)
+    assert (broken/'data'/'filings.parquet').exists()
 
 def test_truncated_table(broken):
     f = broken/'data'/'registry.parquet'
