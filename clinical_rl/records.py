@@ -16,7 +16,7 @@ import pandera.pandas as pa
 from pandera.errors import SchemaError
 
 from . import vocab
-from .core import DataError, read_parquet, write_csv, write_parquet
+from .core import RESTORE, DataError, read_parquet, write_csv, write_parquet
 from .vocab import INDICATIONS, LINES, PHASES, REGIMENS
 
 # %% ../nbs/02_records.ipynb #c005
@@ -192,7 +192,7 @@ SCHEMAS = {k: _schema(k) for k in (*KINDS, 'programs')}
 def _remedy(file):
     "What to do about a broken table, by where it lies."
     made = 'out' in Path(file).parts
-    return 'delete it and run `dvc repro`' if made else 'correct it, or restore it with `dvc pull --force data.dvc`'
+    return 'delete it and run `dvc repro`' if made else f'correct it, or restore it with `{RESTORE}`'
 
 def _name(df, i, key):
     "Name of row number `i`: its key where there is one."
@@ -274,10 +274,10 @@ def load_programs(
 ) -> pd.DataFrame: # one row a program
     "Read and check the list of programs."
     path = Path(path)
-    if not path.exists(): raise DataError(f'{path} is missing; run `dvc pull data.dvc`')
+    if not path.exists(): raise DataError(f'{path} is missing; run `{RESTORE}`')
     try: df = pd.read_csv(path, dtype=str)
     except (ValueError, UnicodeDecodeError) as e:
-        raise DataError(f'{path} is damaged ({str(e).splitlines()[0][:80]}); delete it and run `dvc pull data.dvc`') from None
+        raise DataError(f'{path} is damaged ({str(e).splitlines()[0][:80]}); restore it with `{RESTORE}`') from None
     return validate(df, 'programs', path)
 
 # %% ../nbs/02_records.ipynb #c024

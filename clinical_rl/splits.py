@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PARTS', 'GROUP', 'DATED', 'hash_order', 'draw_groups', 'class_parts', 'program_parts', 'date_parts', 'shared_trials',
-           'make_splits', 'apply', 'excluded_ids', 'check_splits', 'sizes']
+           'late_trials', 'make_splits', 'apply', 'excluded_ids', 'check_splits', 'sizes']
 
 # %% ../nbs/06_splits.ipynb #c003
 import difflib, hashlib, math
@@ -95,11 +95,20 @@ def shared_trials(
     out = long[long['rank'] < kept][['rank', 'nct_id']].drop_duplicates().sort_values(['rank', 'nct_id'])
     return pd.DataFrame({'part': [PARTS[int(r)] for r in out['rank']], 'nct_id': out.nct_id.tolist()}, dtype='str')
 
+def late_trials(
+    registry:pd.DataFrame,  # nct_id, event_date, public_date
+    cfg,                    # params.splits.temporal or .clean
+) -> pd.DataFrame: # part, nct_id: trials that leave the targets and states of that part
+    "Trials registered before the end of a part and public only after it."
+    late = lambda end: registry.nct_id[(registry.event_date <= end) & (registry.public_date > end)].drop_duplicates().sort_values()
+    return pd.concat([pd.DataFrame({'part': p, 'nct_id': late(pd.Timestamp(end))}, dtype='str')
+                      for p, end in (('train', cfg.train_before), ('val', cfg.val_before))], ignore_index=True)
+
 # %% ../nbs/06_splits.ipynb #c019
 def make_splits(
     windows:pd.DataFrame,   # episodes and empty windows of all scopes
     programs:pd.DataFrame,  # candidate programs: drug, parent, drug_class
-    registry:pd.DataFrame,  # nct_id, drugs
+    registry:pd.DataFrame,  # nct_id, drugs, event_date, public_date
     cfg,                    # params.splits
     seed:int,               # params.seed
 ) -> tuple: # splits (scope, split, episode_id, program, decision_date, part), excluded (scope, split, part, nct_id)
@@ -108,11 +117,11 @@ def make_splits(
     keep, gone = [], []
     for split in cfg.names:
         part_of = None if split in DATED else program_parts(split, chosen, cfg, seed, programs.drug_class)
-        shared = None if split in DATED else shared_trials(registry, part_of)
+        out = late_trials(registry, getattr(cfg, split)) if split in DATED else shared_trials(registry, part_of)
         for scope, w in windows.groupby('scope', sort=False):
             part = date_parts(w, getattr(cfg, split)) if split in DATED else w.program.map(part_of)
             keep.append(w[['episode_id', 'program', 'decision_date']].assign(part=part, scope=scope, split=split).dropna(subset='part'))
-            if shared is not None: gone.append(shared.assign(scope=scope, split=split))
+            gone.append(out.assign(scope=scope, split=split))
     splits = pd.concat(keep, ignore_index=True)[['scope', 'split', 'episode_id', 'program', 'decision_date', 'part']]
     none = pd.DataFrame(columns=['scope', 'split', 'part', 'nct_id'], dtype='str')
     return splits, pd.concat([none, *gone], ignore_index=True)[none.columns]

@@ -58,8 +58,6 @@ def error_line(
 ) -> str: # one line
     "What to print when a stage fails."
     text = ' '.join(str(evalue).split())
-    # `dvc repro` has by then noted the damaged folder in data.dvc as the new version: a pull alone would bring that back
-    text = re.sub(r'`dvc pull (--force )?data.dvc`', '`git checkout data.dvc && dvc pull --force data.dvc`', text)
     if ename in ('DataError', 'ParamError'): return f'error in stage {stage}: {text}'
     return f'error in stage {stage}: {ename}: {text} (traceback above; a bug: please report it)'
 

@@ -113,7 +113,7 @@ ABBREVIATIONS = {
     'cHL': 'hodgkin lymphoma',
     'WM': 'waldenstrom', 'UC': 'urothelial carcinoma', 'NET': 'neuroendocrine tumor', 'NETs': 'neuroendocrine tumor',
     'BTC': 'biliary tract cancer', 'BC': 'breast cancer', 'EBC': 'early breast cancer',
-    'MF': 'mycosis fungoides', 'PMF': 'primary myelofibrosis', 'NPC': 'nasopharyngeal carcinoma',
+    'IBC': 'inflammatory breast cancer', 'PMF': 'primary myelofibrosis', 'NPC': 'nasopharyngeal carcinoma',
     'MCC': 'merkel cell carcinoma', 'MTC': 'medullary thyroid cancer', 'UM': 'uveal melanoma',
 }
 _SPELLING = [(Quick(p), r) for p, r in [
@@ -139,24 +139,28 @@ def normalize(
 # %% ../nbs/01_vocab.ipynb #c017
 _CA = r'(?:cancers?|cancerous|carcinomas?|neoplas\w+|tumor\w*|malignan\w+|adeno ?carcinomas?|adenocracinomas?|ca\b)'
 def _site(words, gap=4):
-    "Pattern of an organ before or behind a word for a cancer."
-    return rf'\b(?:CA )(?:of |in |the |gland |and )*(?:{words})\b|\b(?:{words})\b(?=(?: \w+){{0,{gap}}} CA\b)'
+    "Pattern of an organ before or behind a word for a cancer; between them may lie words that are used up (`;`)."
+    return rf'\b(?:CA )(?:of |in |the |gland |and )*(?:{words})\b|\b(?:{words})\b(?=(?: [\w;]+){{0,{gap}}} CA\b)'
 
 INDICATION_PATTERNS = [(code, Quick(f" (?:{p.replace('CA', _CA)})")) for code, p in [
     # words that name no indication
-    ('', r'cancers? and other neoplasms'),
+    ('', r'(?:excluding|other than|except(?: for)?|apart from) (?:\w+ ){0,6}?CA|'
+        r'\b(?:non|not) (?:colorectal|breast|prostate|ovarian|lung)(?: or \w+)? CA'),
     *[(f'{organ} metastasis', rf'\b(?:{words})(?: and \w+| or \w+)?(?: \w+)? (?:metasta\w+|mets)\b|\bmetasta\w+ (?:malignant '
        rf'|solid )?(?:neoplasm |tumor |cancer |disease |carcinoma )?(?:to|in|into) (?:the )?(?:\w+ )?(?:{words})\b')
       for organ, words in [('brain', 'brain|cerebral|leptomeningeal|cns|central nervous system|intracranial'),
                            ('liver', 'liver|hepatic'),
                            ('other', r'lungs?|bones?|soft tissues?|pulmonary|periton\w+|spinal|spine|skeletal|lymph nodes?|'
-                               r'ovarian|'
-        r'adrenal(?: \w+)?|skin|osseous|pleura')]],
+                               r'ovarian|adrenal(?: \w+)?|skin|osseous|pleura')]],
+    ('brain metastasis', r'leptomeningeal disease|(?:leptomeningeal|meningeal) carcinomatosis|(?:neoplastic|'
+        r'carcinomatous) meningitis'),
     ('metastasis', r'\bsecondary (?:malignant )?(?:CA)(?: of (?:the )?\w+)?'),
-    ('', r'(?:kirsten |kristen )?rat sarcoma(?: vir\w+)?|sarcoma (?:viral|virus)|(?:anaplastic )?lymphoma kinase|'
+    ('', r'(?:kirsten |kristen )?rat sarcoma(?: vir\w+)?|sarcoma (?:viral|virus)|anaplastic lymphoma(?: kinase)?|lymphoma kinase|'
         r'cell lymphoma 2|leukemia inhibitory|melanoma (?:associated )?antigen|breast cancer (?:gene|resistance protein|'
-        r'susceptibility)\w*|prostate specific (?:membrane )?antigen|anti ?cancer|cancer (?:drugs?|medications?|institute|'
-        r'cent\w+|network|research|registry|group|antigen|vaccines?|stem cells?|treatments?|therap\w+)|usual cancer'),
+        r'susceptibility)\w*|prostate specific (?:membrane )?antigen|anti ?(?:cancer|tumor)|cancer (?:drugs?|medications?|'
+        r'institute|cent\w+|network|research|registry|group|antigen|vaccines?|stem cells?|treat\w*|therap\w+)|usual cancer|'
+        r'(?:circulating )?tumor (?:cells?|dna|lysis|lysates?|necrosis|treating|infiltrating|antigens?|mutation\w*|micro\w+|'
+        r'response|tissues?|biops\w+|vaccin\w+|ablation|flare|models?)|new york esophag\w+ squamous cell(?: CA)?|varices'),
     ('', r'\b(?:spread|spreads) to (?:the )?(?:brain|liver|lungs?|bones?)\b'),
     ('', r'\b(?:cars?|chimeric antigen receptor|engineered|autologous|allogeneic|donor|tcr|receptor|redirected|specific|'
         r'modified|transduced|expressing|derived|gamma delta|regulatory|memory|cytotoxic|activated|cd8|cd4|cd19|anti \w+|'
@@ -174,12 +178,18 @@ INDICATION_PATTERNS = [(code, Quick(f" (?:{p.replace('CA', _CA)})")) for code, p
         r'multiple endocrine neoplasia(?: \w+)?|head to toe'),
     ('', r'head and neck(?= (?:basal|cutaneous|skin|melanoma|merkel))'),
     ('SOLID', r'solid(?= (?:and|or) (?:\w+ ){1,4}CA)'),
+    # tumours of children that bear an organ's name
+    ('solid', r'(?:kidney )?wilms\w*(?: CA)?(?: and other childhood kidney CA)?|nephroblastom\w*'),
+    ('STS', r'rhabdoid (?:CA )?of (?:the )?kidney|clear cell sarcoma of (?:the )?kidney|'
+        r'desmoplastic small round(?: cell)?(?: CA)?'),
+    ('BONE', r'(?:\w+ sarcoma )?peripheral primitive neuroectodermal'),
     # thoracic
     ('NSCLC', r'non small cell(?: lung)?|non small lung|\bnsq? ?nsclc\b|\b\w{0,2}nsclc\w*|nonsquamous(?: lung)?|'
         r'non small(?= adeno)'),
     ('SCLC', r'\bsmall cell (?:\w+ )?(?:lung|bronch\w+)\b|\blung small cell\b|lung \w+ small cell|\b(?:es|ls|ed)? ?sclc\b|'
         r'small cell CA (?:of )?(?:the )?lung|CA (?:of the )?lung small cell|oat cell|CA small cell lung'),
     ('MESO', r'mesotheliom\w*'),
+    ('small cell', r'small cell CA(?! (?:of|in) )|small cell neuro ?endocrine(?: CA)?(?! prostat)'),
     ('THYMIC', r'\bthymom\w*|\bthymic\b(?! (?:large|b)\b)'),
     # skin
     ('nonmelanoma', r'non ?melanoma(?:tous)?'),
@@ -195,19 +205,21 @@ INDICATION_PATTERNS = [(code, Quick(f" (?:{p.replace('CA', _CA)})")) for code, p
     ('AMYLOID', r'\b\w*amyloid\w*'),
     ('WM', r'waldenstrom(?: macroglobulin\w+)?|macroglobulin\w+|lymphoplasmacytic|lympho plasmacytic'),
     ('MYELOMA', r'\bmyelom(?:a|as|atosis)\b|plasm[ao] ?cytomas?|plasma cell (?:leukemia|neoplasm|dyscrasia|disorder|'
-        r'disease|malignanc)\w*|\bmgus\b|monoclonal gammopathy|\brrmm\b|\bndmm\b|\bpoems\b|smoldering|smouldering|'
+        r'disease|malignanc)\w*|\bmgus\b|\bsmm\b|monoclonal gammopathy|\brrmm\b|\bndmm\b|\bpoems\b|smoldering|smouldering|'
         r'multiple myelo\w*'),
     ('PCNSL', r'\b(?:cns|central nervous system|intraocular|vitreoretinal|cerebral|brain)(?: \w+){0,4} lymphomas?|'
         r'\bs?pcnsl\b|lymphomas? (?:of|in|involving) (?:the )?(?:central nervous system|cns|brain)'),
-    ('CLL', r'\bchronic lymph\w+(?: leuk\w+)?|lymphocytic leukemia|leukemia (?:\w+ )?(?:lymphocytic|lymphoid) chronic|'
-        r'leukemia chronic lymph\w+|leuk\w+ chronic lymphocytic|small lymphocytic(?: lymphoma| leukemia)*|'
+    ('CLL', r'\bchronic lymph\w+(?: leuk\w+)?|(?<!acute )(?<!acute non )lymphocytic leukemia|leukemia (?:\w+ )?(?:lymphocytic|'
+        r'lymphoid) chronic|leukemia chronic lymph\w+|leuk\w+ chronic lymphocytic|small lymphocytic(?: lymphoma| leukemia)*|'
         r'lymphoma small lymphocytic|\b(?:rr|b ?)?cll\b|\bsll\b|\brichter\w*(?: transform\w+| syndrome)?|'
         r'pro ?lymphocytic(?: leukemia)?|lymphocytic chronic'),
     ('', r'(?:philadelphia|ph)(?: chromosome)?(?: positive| negative| like)?(?= (?:acute|all|b |chronic|cml|precursor))|'
         r'philadelphia(?: chromosome)?(?: positive)?(?! leuk)'),
     ('ALL', r'(?:philadelphia(?: chromosome)?(?: positive)? leukemia|ph leukemia)|acute lymph\w+(?: leukemia)?|'
-        r'lymphoblastic(?: \w+)?|acute lymphoid|\bb all\b|\bt all\b|\bph all\b|leukemia (?:lymphocytic|lymphoid) acute|'
+        r'lymphoblastic(?: \w+)?|acute lymphoid|\b[bt] all\b|\bph all\b|leukemia (?:lymphocytic|lymphoid) acute|'
         r'leukemia lymphoblastic|precursor (?:b|t) cell|bcr abl positive leukemia'),
+    ('AML', r'acute (?:myel\w+|nonlymph\w+)(?: leukemia)? (?:arising|evolv\w+|transformed|secondary|progress\w+|with)'
+        r'(?: (?:from|to|out|of|previous|prior|a|an))* (?:myelodysplas\w+|mds)\b(?: syndrome)?(?: related)?(?: changes)?'),
     ('MDS', r'(?:chronic |juvenile )?myelomonocytic(?: leukemia)?|leukemia myelomonocytic chronic|'
         r'myelodysplas\w+(?: syndromes?)?(?: (?:or )?myeloprolif\w+)?|\bmds(?: mpn)?\b|\bc?jmml\b|\bcmml\b|\b5q (?:minus|'
         r'syndrome)\b|refractory anemia'),
@@ -219,29 +231,31 @@ INDICATION_PATTERNS = [(code, Quick(f" (?:{p.replace('CA', _CA)})")) for code, p
     ('CML', r'chronic (?:phase )?(?:granulocytic|myel(?:oid|ogenous|ocytic|ogeneous|ogen))(?: leuk\w+)?|\bcml\b|'
         r'leukemia (?:myelo\w+|granulocytic) chronic|leukemia chronic myelo\w+|leukemia myelogenous|blast (?:phase|crisis)'),
     ('MPN', r'myeloprolif\w+|myelofibro\w+|\bmpns?\b|polycyth\w+|thrombocyth\w+|mastocyto\w+|mast cell|hypereosin\w+|'
-        r'eosinophilic leuk\w+|\bpmf\b'),
+        r'eosinophilic leuk\w+|\bpmf\b|(?:primary|secondary) mf\b'),
     ('HISTIO', r'histiocyt(?!om)\w+|erdheim|rosai'),
     ('DLBCL', r'transformed (?:\w+ ){0,4}(?:lymphom\w*|nhl|non hodgkin\w*)|diffuse (?:large|histiocytic|mixed|small|'
         r'b)(?: \w+){0,2}|'
-        r'\b(?:large b|b large)(?: cell)?|lymphoma large b|immunoblastic|\b\w{0,2}dlbc?l\b|\blbcl\b|burkitt\w*|'
+        r'\b(?:large b|b large)(?: cell)?|lymphoma large b|immunoblastic|\b\w{0,2}dlbc?l\b|\bdlcbl\b|\blbcl\b|burkitt\w*|'
         r'primary mediastinal|mediastinal (?:\w+ ){0,2}(?=lymphoma)|\bpmb?cl\b|\bpmbl\b|'
         r'high grade (?:b cell|non hodgkin|lymph\w+)|(?:aggressive|intermediate) (?:\w+ ){0,2}(?:nhl|lymphom\w+|'
-        r'non hodgkin\w*)|(?:double|triple) hit|lymphomatoid granulomatosis|mature b cell (?:acute )?leukemia'),
+        r'non hodgkin\w*)|(?:double|triple) hit|lymphomatoid granulomatosis|plasmablastic|primary effusion|gr[ae]y zone|'
+        r'mature b cell (?:acute )?leukemia'),
+    ('MCL', r'\bmantle(?: cell)?(?: lymphomas?)?\b|\bmcl\b'),
+    ('MZL', r'marginal zone(?: \w+){0,2}(?: lymphomas?)?|marginal lymphomas?|\bmalt(?:oma)?\b|\bmzl\b|'
+        r'mucosa associated(?: lymphoid tissue)?|lymphoma \w* ?mucosa'),
     ('FL', r'\bfollic\w+(?: \w+){0,5} (?:lymphom\w*|nhl)|lymphoma(?:s)?(?: \w+)? follic\w+|\bfollicular (?:and|or|nhl|'
         r'b cell|large|mixed|center|non|non hodgkin)|\bfollicular$'),
-    ('MCL', r'\bmantle(?: cell)?(?: lymphomas?)?\b|\bmcl\b'),
-    ('MZL', r'marginal zone(?: \w+){0,2}(?: lymphomas?)?|\bmalt(?:oma)?\b|\bmzl\b|mucosa associated(?: lymphoid tissue)?|'
-        r'lymphoma \w* ?mucosa'),
     ('TCL', r'\b(?:t|nk)(?: t)? (?:and nk )?cell (?:\w+ ){0,2}(?:lymphom\w*|non hodgkin\w*|nhl|leukemias?|malignanc\w+|'
         r'neoplasm\w*)|\b(?:t|nk) cell (?:and|or) (?:nk|t|b) cell (?:lymphomas?|malignanc\w+)|lymphomas? (?:(?:cutaneous|'
         r'peripheral|extranodal nk|nk) )?t cell(?!s)|(?:primary |'
         r'systemic )?(?:cutaneous )?anaplastic large(?: cell)?(?: lymphomas?)?|lymphoma large cell anaplastic|'
         r'mycosis fungoides|sezary\w*|angioimmunoblastic|hepatosplenic|\bptcls?\b|\bctcls?\b|\bs?alcl\b|\be?nktc?l\b|'
-        r'nk t\b|lymphomatoid papulosis|large granular lympho\w+|\batll\b|\balk (?:positive )?(?:\w+ )?lymphom\w+|'
+        r'nk t\b|lymphomatoid papulosis|large granular lympho\w+|\batll\b|\balk\+? (?:positive )?(?:\w+ )?lymphom\w+|'
         r'cutaneous lymphoma'),
     ('HL', r'(?<!non )\bhodgkin\w*(?: \w+)?(?: lymphom\w*| disease)?|lymphoma hodgkin'),
-    ('NHL', r'(?:lymphomas? )?non hodgkin\w*(?: lymphom\w*)?|\bnhls?\b|\bb cell (?:\w+ )?(?:lymphom\w*|malignan\w+|'
-        r'neoplasm\w*|lymphoid)|lymphomas? b cell|indolent (?:\w+ )?lymphom\w*|'
+    ('B cell', r'\bb cell (?:\w+ )?(?:malignan\w+|neoplasm\w*|lymphoid(?: \w+)?)'),
+    ('NHL', r'(?:lymphomas? )?non hodgkin\w*(?: lymphom\w*)?|\b[ai]?nhls?\b|\bb cell (?:\w+ )?lymphom\w*|lymphomas? b cell|'
+        r'indolent (?:\w+ )?lymphom\w*|'
         r'low grade (?:\w+ )?lymphom\w*|hairy cell(?: leukemia)?|\bptld\b|cd20 (?:positive )?lymphom\w+|b lineage lymph\w+'),
     ('B leukaemia', r'\bb cell leukemi\w*'),
     ('lymphoma', r'\blymphom\w*|lymphoprolif\w+'),
@@ -250,9 +264,9 @@ INDICATION_PATTERNS = [(code, Quick(f" (?:{p.replace('CA', _CA)})")) for code, p
     # brain, adrenal and sarcoma
     ('ADRENAL', r'adrenal(?! insuff)|adreno ?cort\w*|pheochromo\w+|phaeochromo\w+|paragangliom\w*'),
     ('GLIOMA', r'\w*gliom\w*|glioblast\w*|\bgbm\b|gliosarcom\w*|astrocyt\w*|oligodendro\w+|oligoastro\w+|\bdipg\b|'
-        r'brain ?stem|ganglioglio\w*|xanthoastro\w+|gliomatosis'),
+        r'diffuse midline|\bp?[lh]gg\b|brain ?stem|ganglioglio\w*|xanthoastro\w+|gliomatosis'),
     ('CNS', r'ependymom\w*|medulloblast\w*|meningiom\w*|craniopharyng\w*|choroid plexus|pineo\w+|pineal|pituitary|'
-        r'neuroectodermal|atypical teratoid(?: rhabdoid)?|\batrt\b|germinoma|schwannom\w*|vestibular'),
+        r'neuroectodermal|atypical teratoid(?: rhabdoid)?|\batrt\b|germinoma|schwannom\w*|vestibular|hemangioblastom\w*'),
     ('primary brain', r'primary (?:malignant )?(?:brain|cns|central nervous system) CA'),
     ('brain', _site(r'brain|cns|central nervous system|spinal cord|intracranial|spinal axis')),
     ('NEUROBL', r'neuroblastom\w*|ganglioneuro\w+'),
@@ -262,53 +276,56 @@ INDICATION_PATTERNS = [(code, Quick(f" (?:{p.replace('CA', _CA)})")) for code, p
         r'bone sarcom\w*|sarcoma of bone|osteogenic(?: sarcoma)?'),
     ('bone', _site('bone', 1)),
     ('ENDOMETRIAL', r'uterine carcinosarcom\w*'),
-    ('gynaecological', r'carcinosarcom\w*|mixed mullerian'),
-    ('STS', r'soft tissue(?: sarcom\w*)?|malignant fibrous(?: histiocytom\w*)?|histiocytom\w*|\w+sarcomas?\b|'
+    ('solid', r'carcinosarcom\w*|mixed mullerian'),
+    ('STS', r'(?<!in the )soft tissue(?: sarcom\w*)?|malignant fibrous(?: histiocytom\w*)?|histiocytom\w*|\w+sarcomas?\b|'
         r'kaposi\w*(?: sarcom\w*)?|rhabdoid|inflammatory myofibroblast\w*|dermatofibro\w+|nerve sheath|\bmpnst\b|'
-        r'solitary fibrous|hemangiopericyt\w+|hemangioendo\w+|pecoma|neurofibrom(?!at)\w*|synovial|\bsts\b'),
+        r'solitary fibrous|hemangiopericyt\w+|hemangioendo\w+|pecoma|synovial|\bsts\b'),
     ('sarcoma', r'\bsarcom(?!atoid)\w*'),
     # digestive
     ('neuroendocrine prostate', r'neuro ?endocrine prostat\w*(?: CA)?|prostat\w* (?:\w+ ){0,2}neuro ?endocrine(?: CA)?'),
     ('NET', r'(?:(?:pancrea\w+|gastr\w+|entero ?pancreatic|intestinal|colorectal|rectal|midgut|'
         r'thymic) )*(?:neuro ?endocrine|carcinoid|islet cell)(?: (?:pancrea\w+|CA|syndrome))*(?: of (?:the )?(?:pancreas|gi|'
-        r'gastro\w*|stomach|small bowel)(?: tract)?(?: and pancreas)?)?|\bgep\b|\bp?nets\b|\bpnet\b|insulinoma|gastrinoma|'
-        r'glucagonoma|somatostatinoma'),
-    ('GASTRIC', r'gastr\w* ?o?esophag\w+|esophago ?gastric|\bgastric\w*|\bgej\b|\begj\b|\bstomach|\bgea\b|\bcardia\b|'
+        r'gastro\w*|stomach|small bowel)(?: tract)?(?: and pancreas)?)?|\bgep ne[nt]s?\b|\bne[nc] g3|pancreatic polypeptide|'
+        r'\bp?nets\b|\bpnet\b|insulinoma|gastrinoma|glucagonoma|somatostatinoma'),
+    ('esophagogastric', r'o?esophago ?gastric(?! junction)|\besogastric'),
+    ('GASTRIC', r'gastr\w* ?o?esophag\w+|esophago ?gastric|\bgastric\w*|\bgejc?\b|\begj\b|\bstomach|\bgea\b|\bcardia\b|'
         r'cardio ?esophag\w+|siewert|\bg oj\b'),
     ('ESOPH', r'\besophag(?!it)\w*|\bescc\b|\boesoph\w+'),
     ('ANAL', r'\banal\b(?! fiss)|\banus\b|anal canal'),
-    ('CRC', r'colo ?rec\w*|\bcolon\w*|\brect(?:al|um)\b|\bm?crc\b|recto ?sigmoid|large intestin\w+|\b(?:large )?bowel CA|'
-        r'appendi\w+|anorectal|(?<=anal or )rectum'),
-    ('HCC', r'hepato ?cell\w*|\ba?hcc\b|hepatomas?\b|hepato ?carcinom\w*|fibrolamellar|hepatoblastom\w*'),
+    ('CRC', r'colo ?rec\w*|\bcolon(?:ic|s)?\b|\brect(?:al|um)\b|\b\w?crc\b|\blarc\b|recto ?sigmoid|large intestin\w+|'
+        r'\b(?:large )?bowel CA|appendi\w+|anorectal|(?<=anal or )rectum'),
+    ('HCC', r'hepato ?cell\w*|\b\w?hcc\b|hepatomas?\b|hepato ?carcinom\w*|fibrolamellar|hepatoblastom\w*'),
     ('liver', _site(r'liver|hepatic', 2)),
-    ('BTC', r'\bcholangi(?!t)\w*|\bbil+iary|gall ?bladder|bile duct\w*|\bampulla\w*|klatskin|periampullary'),
+    ('BTC', r'\bcholangi(?!t)\w*|\bbil+iary|gall ?bladder|bile duct\w*|\bampulla\w*|klatskin|periampullary|\b[ip]?cca\b'),
     ('pancreas', r'pancrea\w+ (?:neoplasm\w*|tumor)'),
     ('PANC', r'\bpancrea(?:s|tic\w*)?\b(?! insuff)|\bm?pdac?\b'),
     # urogenital
     ('PROSTATE', r'\bprostat(?!iti)\w*|\bn?m?crpc\b|\bm?[hc]spc\b|\bmcnpc\b|castrat\w+'),
-    ('UROTHELIAL', r'\w*urothe\w*|\bbladder\b|transitional cell|\bn?mibc\b|\bnmibc\b|\bureter\w*|urethra\w*|renal pelvis|'
-        r'upper tract|urinary tract CA'),
-    ('RCC', r'\brenal cell\w*|\brenal\b(?=(?: \w+){0,3} CA)|CA (?:of )?(?:the )?renal|\b\w{0,2}rcc\b|hypernephroma|' +
-        _site(r'kidneys?', 3)),
-    ('urogenital', r'genito ?urinary|uro ?genital|urologic\w*'),
+    ('OVARIAN', r'(?:ovar\w+|fallopian tube) transitional cell'),
+    ('UROTHELIAL', r'\w*urothe\w*|\bbladder\b|transitional cell|\bn?mibc\b|\bm?ubc\b|\bmuc\b|\butuc\b|urachal|\bureter\w*|'
+        r'urethra\w*|renal pelvis|upper tract|urinary tract CA'),
+    ('RCC', r'\brenal cell\w*|\brenal\b(?=(?: \w+){0,3} CA)|CA (?:of )?(?:the )?renal|\b\w{0,4}rcc\b|hypernephroma|' +
+        _site(r'kidneys?', 8)),
+    ('urogenital', r'genito ?urinary|uro ?genital|urologic\w*|urinary system CA'),
     ('GERMCELL', r'\bgerm ?cell|\bgcts?\b|\btestic\w+\b(?! ;| (?:\w+ )?lymph)|seminoma\w*|non ?seminom\w*|\bteratoma|'
-        r'trophoblastic|'
-        r'choriocarcinoma|yolk sac|\btestis'),
-    ('OVARIAN', r'\bovar(?:y|ian|ies|io)\w*|fallopian|primary peritoneal|\b(?:h|l)gsoc\b|\bproc\b|\bpsoc\b|tubo ?ovarian'),
+        r'trophoblastic|choriocarcinoma|yolk sac|\btestis'),
+    ('OVARIAN', r'\bovar(?:y|ian|ies|io)\w*|fallopian|primary peritoneal|\b(?:h|l)gsoc\b|\bproc\b|\bpsoc\b|tubo ?ovarian|'
+        r'sex cord|granulosa cell|mullerian'),
     ('peritoneal', r'peritoneal (?:cavity |surface )?(?:CA|serous|carcinomatosis)|CA (?:of )?(?:the )?periton\w+'),
     ('CERVICAL', r'(?:uterine )?\bcervi(?:x|cal)\b(?: uteri)?(?! (?:lymph )?nod| spine)|uterine cervi\w+'),
-    ('ENDOMETRIAL', r'endometri(?!os|oid)\w*|(?:uterine|uterus) (?:corpus|body|serous|papillary|clear|endometr\w+)|'
-        r'corpus uteri'),
+    ('ENDOMETRIAL', r'endometri(?!os|oid)\w*|(?:uterine|uterus) (?:corpus|body|serous|papillary|clear|endometr\w+)'
+        r'(?! (?:leiomyo)?sarcom)|corpus uteri'),
+    ('serous', r'(?:high|low) grade serous|papillary serous|serous (?:cyst)?adenocarcinom\w*'),
+    ('uterus', r'\b(?:uterine neoplasm\w*|uterine diseases?)'),
     ('uterine', r'\buter(?:us|ine)\b(?! leiomyo| fibroid| bleed)'),
-    ('gynaecological', r'gyna?ecolog\w*|female reproductive'),
     ('BREAST', r'\bbreast\w*|\bm?tnbc\b|\bmbc\b|triple negative|\bmammary|ductal carcinoma in situ|\bdcis\b|lobular carcinoma'),
     # head and neck
     ('NPC', r'naso ?phar\w+'),
-    ('THYROID', r'(?<!para)\bthyroid\w*|\bmtc\b|hurthle'),
+    ('THYROID', r'(?<!para)\bthyroid\w*|\bmtc\b|\bdtc\b|hurthle'),
     ('HNSCC', r'(?:squamous \w+ )?(?:CA )?(?:of )?(?:the )?head (?:and |or )?(?:the )?neck squamous\w*|'
-        r'squamous (?:cell )?(?:\w+ )?(?:CA )?(?:of )?(?:the )?head (?:and |or )?(?:the )?neck|\br? ?m? ?hnscc\b|\bscchn\b|'
-        r'oral cavity|'
-        r'\bo?ropharyn\w*|oropharyn\w*|hypopharyn\w*|\blaryn\w+|\boral (?:squamous|CA)|tongue|\bsalivary|\blip\b|'
+        r'squamous (?:cell )?(?:\w+ )?(?:CA )?(?:of )?(?:the )?head (?:and |or )?(?:the )?neck|\b\w{0,3} ?hnscc\b|\boscc\b|'
+        r'adenoid cystic(?: CA)?|\bscchn\b|oral cavity|'
+        r'\bo?ropharyn\w*|oropharyn\w*|hypopharyn\w*|\blaryn\w+(?! papillom)|\boral (?:squamous|CA)|tongue|\bsalivary|\blip\b|'
         r'paranasal|nasal cavity|parotid|tonsil\w*|upper aero\w+|squamous neck|CA oral|\bmouth CA|pharyn(?:x|geal)'),
     ('headneck', r'head (?:and |or )?(?:the )?neck|\bhnc\b|\bh n CA'),
     # organs without a histology
@@ -316,12 +333,16 @@ INDICATION_PATTERNS = [(code, Quick(f" (?:{p.replace('CA', _CA)})")) for code, p
         r'bronchi?ol\w+|(?:adeno\w*|squamous(?: cell)?(?: CA)?|CA)(?: of)?(?: the)? lungs?\b'),
     ('skin', _site(r'skin|cutaneous', 2)),
     # unspecific
-    ('SOLID', r'other (?:\w+ ){0,3}solid (?:\w+ )?CA|solid CA (?:and|or|plus|along with)\b(?! (?:advanced |other )?(?:hemat|'
-        r'lymph|'
+    ('organs', r'(?:gastro ?intestinal|gi|digestive|thoracic|gyna?ecolog\w*|gyn|aero ?digestive|hepato ?biliary|endocrine|'
+        r'reproductive|genital|respiratory)(?: tract| system| organs?| glands?)? (?:\w+ ){0,2}?CA|'
+        r'CA of (?:the )?(?:\w+ )?(?:digestive|genital|reproductive|respiratory|endocrine)(?: system| organs?| tract)?'),
+    ('SOLID', r'other (?:\w+ ){0,3}solid (?:\w+ )?CA|solid CA (?:and|or|plus|along with|including)\b(?! (?:advanced |'
+        r'other )?(?:hemat|lymph|'
         r'blood))|(?<=\| )(?:\w+ ){0,3}(?:advanced|metasta\w+|unresectable|unspecified adult|unspecified childhood|'
-        r'recurrent|refractory|locally advanced)(?: \w+){0,2} solid (?:CA|neoplasm)(?: \w+){0,4} (?=\|)'),
-    ('solid', r'CA solid|(?:advanced|rare|metastatic) tumor|\bsolid (?:\w+ )?CA|\bsolid CA|unknown primary|unknown origin|'
-        r'\bcup\b|gastrointestinal CA|digestive CA|vulva\w*|vagina\w*|penile|penis|wilms|nephroblastoma|retinoblastoma|'
+        r'recurrent|refractory|locally advanced)(?: \w+){0,2} solid CA(?: \w+){0,4} (?=\|)'),
+    ('solid condition', r'(?<=\| )(?:\w+ ){0,5}solid (?:\w+ )?CA(?: \w+){0,4} (?=\|)'),
+    ('solid', r'CA solid|\bsolid (?:\w+ )?CA|\bsolid CA|unknown primary|unknown origin|'
+        r'\bcup\b|vulva\w*|vagina\w*|penile|penis|retinoblastoma|'
         r'small (?:intestin\w+|bowel)\b(?! ;)|duoden\w+ CA|squamous cell|adenocarcinoma|carcinoma|solid$|(?:mutated|mutant|'
         r'positive|deficient|expressing|altered|rearranged|fusion) tumor'),
     ('metastasis', r'\bmetastasis'),
@@ -331,11 +352,13 @@ INDICATION_PATTERNS = [(code, Quick(f" (?:{p.replace('CA', _CA)})")) for code, p
 # %% ../nbs/01_vocab.ipynb #c019
 def _set(text): return frozenset(text.split())
 _NHL = _set('FL DLBCL MCL MZL TCL PCNSL WM')
-_HEME = frozenset(INDICATIONS.index[INDICATIONS['group'] == 'heme']) | {'lymphoma'}
+_HEME = frozenset(INDICATIONS.index[INDICATIONS['group'] == 'heme']) | {'lymphoma', 'B cell', 'B leukaemia'}
 _SOLID = frozenset(INDICATIONS.index) - _HEME - {'PAN'} | _set(
-    'lung brain liver pancreas bone sarcoma headneck skin nonmelanoma uterine peritoneal urogenital gynaecological')
+    'lung brain liver pancreas bone sarcoma headneck skin nonmelanoma uterine uterus serous peritoneal urogenital '
+    'esophagogastric') | {'small cell'}
+_SPREAD_TO = {f'{organ} metastasis' for organ in ('brain', 'liver', 'other')}
 HEADINGS = { # heading: (what it contains, what it stands for)
-    'lung': (_set('NSCLC SCLC'), 'NSCLC'),
+    'lung': (_set('NSCLC SCLC') | {'small cell'}, 'NSCLC'),
     'brain': (_set('GLIOMA CNS PCNSL') | {'brain metastasis'}, 'CNS'),
     'primary brain': (_set('GLIOMA CNS PCNSL'), 'CNS'),
     'liver': (_set('HCC BTC') | {'liver metastasis'}, 'HCC'),
@@ -343,14 +366,20 @@ HEADINGS = { # heading: (what it contains, what it stands for)
     'headneck': (_set('HNSCC NPC THYROID'), 'HNSCC'),
     'skin': (_SOLID - {'skin', 'SOLID'}, 'SOLID'),
     'nonmelanoma': (_set('CSCC BCC MERKEL'), 'BCC CSCC'),
-    'uterine': (_set('ENDOMETRIAL CERVICAL STS gynaecological'), 'ENDOMETRIAL'),
+    'uterine': (_set('ENDOMETRIAL STS'), 'ENDOMETRIAL'),
+    'uterus': (_set('ENDOMETRIAL CERVICAL STS'), 'ENDOMETRIAL'),
+    'serous': (_set('ENDOMETRIAL OVARIAN uterine'), 'OVARIAN'),
     'peritoneal': (_SOLID - {'peritoneal', 'SOLID'}, 'OVARIAN'),
-    'urogenital': (_set('PROSTATE RCC UROTHELIAL GERMCELL'), 'PROSTATE RCC UROTHELIAL'),
-    'gynaecological': (_set('OVARIAN CERVICAL ENDOMETRIAL'), 'CERVICAL ENDOMETRIAL OVARIAN'),
+    'urogenital': (_SOLID - {'urogenital', 'SOLID'}, 'PROSTATE RCC UROTHELIAL'),
+    'organs': (_SOLID, 'SOLID'),
+    'small cell': (_SOLID - {'small cell'} - _set('NSCLC lung SOLID'), 'SCLC'),
+    'esophagogastric': (set(), 'ESOPH GASTRIC'),
     'NHL': (_NHL, 'NHL'),
+    'B cell': (_NHL | _set('NHL CLL ALL'), 'NHL'),
     'lymphoma': (_NHL | _set('NHL HL CLL ALL'), 'NHL'),
     'HEME': (_HEME - {'HEME'}, 'HEME'),
     'solid': (_SOLID, 'SOLID'),
+    'solid condition': (set(), 'SOLID'),
     'metastasis': (_SOLID | _HEME | {'solid'}, 'SOLID'),
     'other metastasis': (_SOLID | _HEME | {'solid'}, 'SOLID'),
     'brain metastasis': ((_SOLID | _HEME | {'solid'}) - {'brain'}, 'SOLID'),
@@ -360,7 +389,7 @@ HEADINGS = { # heading: (what it contains, what it stands for)
     'bone': (_set('BONE BREAST PROSTATE NSCLC RCC') | {'other metastasis'}, 'BONE'),
     'NET': ({'neuroendocrine prostate'}, 'NET'),
     'neuroendocrine prostate': (set(), 'PROSTATE'),
-    'PAN': (_SOLID | _HEME | _set('solid metastasis') | {'brain metastasis', 'liver metastasis', 'other metastasis'}, 'PAN'),
+    'PAN': (_SOLID | _HEME | _SPREAD_TO | _set('solid organs metastasis') | {'solid condition'}, 'PAN'),
 }
 
 def _resolve(found):
@@ -372,16 +401,22 @@ def _resolve(found):
 
 # %% ../nbs/01_vocab.ipynb #c021
 def _text(x): return x if isinstance(x, str) else ''
-_WHOLE = {w.split()[0]: w for w in ['cell', 'multiple myeloma', 'small cell lung', 'melanoma', 'lymphoma', 'leukemia',
-    'myeloma', 'hepatocellular', 'colorectal', 'pancreatic', 'urothelial',
-    'prostate', 'glioblastoma', 'breast', 'ovarian', 'cholangiocarcinoma', 'hodgkin', 'mantle cell', 'gastric',
-    'esophageal', 'mesothelioma', 'sarcoma', 'neuroendocrine', 'bladder', 'follicular', 'tissue']}
+_CUT = [x.split('~') for x in [
+    'cel~l', 'sma~ll cell lung', 'es sc~lc', 'renal c~ell', 'germ c~ell', 'mant~le cell', 'mul~tiple myeloma', 'myel~oma',
+    'newly diagnosed m~ultiple myeloma', 'lymp~homa', 'classical h~odgkin', 'hodg~kin', 'foll~icular', 'leuk~emia', 'mela~noma',
+    'hepa~tocellular', 'colo~rectal', 'panc~reatic', 'chol~angiocarcinoma', 'gast~ric', 'esop~hageal', 'urot~helial',
+    'blad~der', 'pros~tate', 'brea~st', 'metastatic br~east', 'ovar~ian', 'glio~blastoma', 'meso~thelioma', 'head and~ neck',
+    'neuroend~ocrine', 'sarc~oma', 'soft tiss~ue', 'can~cer', 'carc~inoma', 'tumo~r', 'malig~nancy',
+    'previously u~ntreated', 'newly d~iagnosed', 'treatment n~aive', 'first l~ine', 'relap~sed', 'refrac~tory', 'recurr~ent',
+    'advanced res~ectable', 'neoadj~uvant', 'maint~enance']]
 
 def _complete(text):
-    "Normalized title whose last word, if it was cut, is whole again."
-    head, _, last = text.rpartition(' ')
-    enough = len(last) > 3 or last in ('cel', 'mul', 'sma')
-    return next((f'{head} {w}' for k, w in _WHOLE.items() if enough and k != last and k.startswith(last)), text)
+    "Normalized title whose last words, if they were cut, are whole again."
+    for start, rest in _CUT:
+        if start in text[-len(start + rest):]:
+            for k in range(len(rest)):
+                if text.endswith(f' {start}{rest[:k]}'): return text + rest[k:]
+    return text
 
 _ROWS = {} # first three letters of a sign: the rows of the table that it may start; '' for the rows to try always
 for k, (_, quick) in enumerate(INDICATION_PATTERNS):
@@ -396,7 +431,7 @@ def _found(text):
     for k in sorted(_ROWS[''].union(*(_ROWS[x] for x in starts))):
         code, pattern = INDICATION_PATTERNS[k]
         if not pattern.may(text): continue
-        text, n = pattern.re.subn(' ; ', text)
+        text, n = pattern.re.subn(' ;', text)
         if n and code: found.add(code)
     return found
 
@@ -405,8 +440,9 @@ def map_indications(
     title:str|None,      # title of the trial
 )->tuple: # sorted codes of `INDICATIONS`, () where none is named
     "All indications that a trial names. More than four are not yet collapsed: see `collapse`."
-    found = set(_found('| ' + _complete(normalize(_text(title)))))
-    for c in normalize(_text(conditions)).split('|'): found |= _found(f'| {c.strip()} |')
+    told = _found('| ' + _complete(normalize(_text(title))))
+    found = set().union(told, *(_found(f'| {c.strip()} |') for c in normalize(_text(conditions)).split('|')))
+    if told & _SOLID: found.discard('solid condition')
     return tuple(sorted(_resolve(found)))
 
 def collapse(
@@ -438,45 +474,42 @@ def map_phase(
     return {(1, 2): '1/2', (2, 3): '2/3', (1, 3): '1/2'}.get((a, b), str(min(a, b)))
 
 # %% ../nbs/01_vocab.ipynb #c031
-_NO_LINE = Quick(r'(?:castrat\w+|hormone|androgen|radio ?iodine|radioactive iodine|iodine|rai|131 ?i|i 131|'
+_NO_LINE = Quick(r'(?:renal|kidney|liver|hepatic|heart|cardiac|respiratory|organ|marrow) failure|failure free|'
+    r'refractory (?:\w+ ){0,2}thyroid|tace (?:resist\w+|refract\w+)|(?:castrat\w+|hormone|androgen|radio ?iodine|'
+        r'radioactive iodine|iodine|rai|131 ?i|i 131|'
     r'radio)(?: \d+)? (?:resist\w+|refract\w+|independent)|refractory anemia|(?:prior|previous|after|following|without|'
     r'months of|completing|received|failed) (?:neo ?)?adjuvant(?: or (?:neo ?)?adjuvant)?|adjuvant setting and have|'
     r'(?:immune|vaccine|immunological) adjuvant|adjuvanted|'
     r'non ?resectable|non ?operable|inoperable|cannot be (?:removed|resected)\w*(?: by surgery)?|not be removed by surgery|'
-    r'unresectable|bone marrow resection|risk of (?:relapse|recurrence|progression)|'
-    r'high risk for relapse|'
+    r'unresectable|bone marrow resection|risk of (?:relapse|recurrence|progression)|high risk for relapse|'
     r'(?:prevent\w*|delay\w*) (?:\w+ ){0,2}(?:relapse|recurrence|progression)|antimicrobial resist\w+|'
     r'mechanisms? of resist\w+|predict\w+ (?:\w+ ){0,4}resist\w+|(?:recurren\w+|relaps\w+) free|'
     r'progression free|not respond\w* to (?:\w+ )?(?:iodine|hormone|vaccine)\w*')
 _ADJUVANT = Quick(r'adjuvant|peri ?operativ|pre ?operativ|post ?operativ|pre ?surgical|post ?surgical|'
     r'window of opportunity|\bresect(?:able|ed)\b|\boperable|early (?:stage )?breast|can be (?:treated|removed) (?:with|'
-    r'by) surgery|'
-    r'\b(?:before|prior to|preceding|after|following|undergoing|removed by|candidates? for|'
+    r'by) surgery|(?:and|plus) surgery|\b(?:before|prior to|preceding|after|following|undergoing|removed by|candidates? for|'
     r'eligible for|followed by|awaiting|scheduled for)(?: \w+){0,2} (?:surgery|surgical|resection|'
-    r'cystectomy|prostatectomy|nephrectomy|mastectomy|hepatectomy|esophagectomy|metastasectomy|'
-    r'lumpectomy)')
+    r'cystectomy|prostatectomy|nephrectomy|mastectomy|hepatectomy|esophagectomy|metastasectomy|lumpectomy)')
 _AFTER_FIRST = Quick(r'(?:progress\w+|relaps\w+|fail\w+|refractory|resistan\w+) (?:\w+ ){0,3}(?:first|front|'
-    r'1st) ?line|\b(?:after|beyond|following|post) (?:\w+ ){0,3}(?:first|1st|front) ?line')
+    r'1st)(?: or \w+)? ?line|\b(?:after|beyond|following|post) (?:\w+ ){0,3}(?:first|1st|front)(?: or \w+)? ?line')
 _FIRST = Quick(r'first(?: or second)? ?line|\b1st ?line|\b1l\b|front ?line|\bfirst treatment\b|untreated|'
     r'(?:treatment|chemo\w*|therapy|drug|tki|immunotherapy|inhibitor)? ?\bnaive|chemo ?naiv\w*|newly diagnosed|\bndmm\b|'
     r'not (?:been )?previously (?:been )?treated|'
     r'(?:no|without) (?:prior|previous) (?:\w+ ){0,2}(?:therapy|treatment|chemotherapy)|'
-    r'not received (?:prior|previous|any)|initial (?:treatment|therapy|systemic)|upfront|'
-    r'primary treatment of|de novo')
+    r'not received (?:prior|previous|any)|initial (?:treatment|therapy|systemic)|upfront|primary treatment of|de novo')
 _BOTH = Quick(r'(?:newly diagnosed|untreated|naive|frontline|first line) (?:\w+ ){0,2}(?:or|and)(?: \w+)? (?:relaps|'
     r'refract|recurr|previously treated|second)|(?:relaps\w+|refractory|recurrent|treated) (?:or|and) (?:newly|'
     r'previously untreated|untreated|treatment naive)')
 _LATER = Quick(r'(?:second|third|fourth|2nd|3rd|later|further)(?: or \w+)* ?lines?\b|\b[23]l\b|relaps\w*|refract\w*|'
     r'previously(?: \w+)? treated|pre ?treated|previous(?:ly)? (?:\w+ )?(?:therapy|treatment|exposure)|resist\w*|fail\w+|'
-    r'salvage|\br r\b|\brrmm\b|'
+    r'salvage|\br r\b|\brel ref\b|\brrmm\b|'
     r'progress(?:ed|ing|ion|ive) (?:\w+ ){0,2}(?:on|after|following|during|to|despite|while|from)|'
     r'(?:beyond|after|following|on|upon|with|post|since) (?:disease )?progress\w+|has progressed|'
     r'intoleran\w+|re ?challenge|retreatment|'
     r'(?:at least|or more|\d) (?:\w+ )?prior|prior (?:\w+ ){0,4}(?:lines?|therap\w+|treatments?|regimens?|'
     r'systemic|chemotherapy)|(?:have|had|has|already) (?:previously )?(?:been )?(?:received|treated)|'
     r'after (?:\w+ ){0,2}(?:therapy|chemotherapy|treatment|inhibitors?|osimertinib|docetaxel|'
-    r'platinum)|gotten worse|platinum sensitive|(?:has|have|had|did|does) not respond\w*|(?:has|have|that) (?:returned|'
-    r'come back)')
+    r'platinum)|gotten worse|platinum sensitive|not respond\w*|\bproc\b|\bpsro?c?\b|(?:has|have|that) (?:returned|come back)')
 _RECURRENT = Quick(r'recurren\w*|recurring')
 _EITHER = Quick(r'metasta|stage|recurren\w+ (?:and|or) (?:or )?(?:\w+ )?(?:advanced|unresect|persist)|'
     r'(?:advanced|unresect\w+|persistent|primary) (?:and |or )+recurren')
@@ -489,8 +522,8 @@ def map_line(
     conditions:str|None=None, # its conditions, read where the title says nothing
 )->str: # a code of `LINES`
     "Line of therapy that a trial names; `unspecified` where it names none."
-    t, c = (_NO_LINE.sub(' ', normalize(_text(x))) for x in (title, conditions))
-    if 'maintenance' in t: return 'maintenance'
+    t, c = (_NO_LINE.sub(' ', x) for x in (_complete(normalize(_text(title))), normalize(_text(conditions))))
+    if 'maintenance' in t or 'as maintain' in t: return 'maintenance'
     if _EYE.search(t): return 'unspecified'
     if _ADJUVANT.search(t): return 'adjuvant'
     if _BOTH.search(t): return 'unspecified'
@@ -617,37 +650,34 @@ dendritic cells?(?! neoplasm), nk cells?, cik, \w*killer cells?, oncolytic\w*, t
 metformin, \w*chloroquine, aspirin, celecoxib, valpro\w+, leuprol\w+, testosterone, radplat, doxil, caelyx, arginase,
 \w*statins?, vitamin d, dexamethasone, aldesleukin, herceptin, mk ?\d{4}\w?, bi ?\d{5,},
 t cells?(?! access| func| respon| infil| lymph| leuk| large| acute| non| malig), immuno ?conjugate,
-antibody drug conjugate'''.split(',')]
+antibody drug conjugate, [a-z][a-z]0\d'''.split(',')]
 _AGENT_WORD = re.compile(r'\w{2,}(?:' + '|'.join(AGENT_STEMS) + ')')
 _AGENT = re.compile(r'\b(?:' + '|'.join(AGENT_NAMES) + r'|(?!(?:nct|ca|nsc|ind|'
     r'brca|cd|stage|phase|nrg|gy|irb|lccc|umcc|\w*og|keynote|checkmate|step|arm|cohort|ctn|study|trial|protocol|in|of|for|'
     r'to|with|or|from|by|age[ds]?) ?\d)[a-z]{2,6} ?\d{3,}[a-z]{0,2})\b')
 _NO_AGENT = Quick(r'placebo|prednis\w+|denosumab|xgeva|zoledron\w+|\w*grastim|epoetin|radio\w*|radiation|'
-    r'irradiation|brachy\w+|stereotactic|sbrt|photon|proton|'
+    r'irradiation|\bwbrt\b|\bimrt\b|brachy\w+|stereotactic|sbrt|photon|proton|'
     r'surg\w+|resection|\w*ectomy|transplant\w*|asct|hsct|antiretrovir\w+|anti retrovir\w+|'
     r'best supportive care|supportive care|standard care|\w*emboli[sz]ation|\btace\b|\belectro\w+|'
     r'tumor treating fields|\bttf\w*|optune|novo ?ttf\w*|electric fields|ultrasound|microbubbles?|hyperthermia|'
     r'\w*ablation\b|\bcryo\w+|\blaser\w*|\w*coagulation|vitrectomy|tseb|(?:external|proton|electron) beam|'
-    r'antidiarr\w*|anti ?emetic\w*|'
-    r'mouthwash\w*|ondansetron|diltiazem|voriconazole|posaconazole|insulin|probiotic\w*|'
-    r'fluorine f 18\w*|'
-    r'fdg|f 18|14c|folic acid|vitamin (?:b ?12|k)|caffeine|warfarin|digoxin|ritonavir|metoprolol|'
-    r'dextromethorphan|rosuvastatin|moxifloxacin|modafinil|pioglitazone|theophylline|esomeprazole|'
-    r'repaglinide|fluconazole|clarithromycin|tacrolimus|mycophenolate|valac\w+|acyclovir|'
-    r'allopurinol|filgrastim|midazolam|itraconazole|rifampi\w+|ketoconazole|omeprazole|rabeprazole|'
-    r'antacid\w*|biops\w+|plerixafor|'
-    r'checkpoint inhibitor|minocycline|doxycycline|tetracycline|loperamide|urea cream|dexrazoxane')
+    r'antidiarr\w*|anti ?emetic\w*|mouthwash\w*|ondansetron|diltiazem|voriconazole|posaconazole|insulin|probiotic\w*|'
+    r'fluorine f 18\w*|fdg|f 18|14c|folic acid|vitamin (?:b ?12|k)|caffeine|warfarin|digoxin|ritonavir|metoprolol|'
+    r'dextromethorphan|rosuvastatin|moxifloxacin|modafinil|pioglitazone|theophylline|'
+    r'repaglinide|fluconazole|clarithromycin|fluvoxamine|carbamazepine|phenytoin|gemfibrozil|erythromycin|famotidine|'
+        r'ranitidine|\w+prazole|verapamil|probenecid|quinidine|tacrolimus|mycophenolate|valac\w+|acyclovir|'
+    r'allopurinol|filgrastim|midazolam|itraconazole|rifa\w+|ketoconazole|antacid\w*|biops\w+|plerixafor|'
+    r'checkpoint inhibitor|minocycline|doxycycline|tetracycline|loperamide|urea cream|dexrazoxane|rhuph20|\w*hyaluronidase\w*')
 _ITEM_KIND = re.compile(r'^(?:procedure|other|radiation|device|diagnostic test|behavioral|genetic|dietary supplement)\b')
 _ITEM_NOISE = Quick(r'biops|question|quality|laboratory|biomarker|imag|tomograph|\bscan|specimen|collection|'
     r'pharmaco(?:log|kin|gen|dyn)|observ|survey|assess|procedure|ultraso|echocard|marrow|'
     r'resonance|sampl|ecg|analys|surg|\btests?\b|registry|data|no intervention|treatment as|'
-    r'evaluation|diagnos|mri\b|pet\b|ct\b|blood|questionnaire|follow up|therapy$|interview|'
-    r'best practice')
+    r'evaluation|diagnos|mri\b|pet\b|ct\b|blood|questionnaire|follow up|\btherapy$|interview|hyperpolari|pyruvate|'
+        r'non investigational|fluciclovine|fludeoxy|contrast|gadolin|best practice|(?:physicians?|investigators?) choice')
 
 # %% ../nbs/01_vocab.ipynb #c038
 _HISTORY = Quick(r'\b(?:failure (?:of|on|to|with|after)|failed|refractory to|resistan\w+ to|resistance|'
-    r'intoleran\w+ (?:to|of)|previously treated with|pre ?treated with|prior|previous|progress\w+ (?:on|after|following|'
-    r'during)|'
+    r'intoleran\w+ (?:to|of)|previously treated with|pre ?treated with|prior|previous|progress\w+ (?:on|after|following|during)|'
     r'after (?:at least|progress\w+|treatment|prior|receiving|first line|failure)|'
     r'following (?:progress\w+|treatment|completion|first line|prior)|who have received|exposed to|'
     r'exposure to|post|receiving|completing|after (?:\w+ )?(?:chemo\w*|radio\w*)|(?:recently|heavily|already) treated with|'
@@ -656,8 +686,8 @@ _VERSUS = re.compile(r'\b(?:versus|vs|compared? (?:to|with|against)|comparison (
     r'comparative|or(?= placebo))\b')
 _COMPARES = Quick(r'\b(?:versus|vs|compar\w+|biosimilar\w*|similarity|equivalence|head to head|optimi[sz]ation)\b')
 _JOINS = Quick(r'\b(?:combin\w+|together|with or without drug[s-z]x|with and without drug[s-z]x|component of|'
-    r'added to|addition of|adding|add on|alone (?:or|and) (?:with|in)|coformulat\w+|co formulat\w+|polychemo\w+|doublet|'
-    r'triplet|regimens)\b')
+    r'added to|addition of|adding|add on|alone (?:or|and) (?:with|in)|coformulat\w+|co formulat\w+|polychemo\w+|'
+        r'chemo ?immuno\w*|doublet|triplet|regimens)\b')
 
 @lru_cache(200)
 def _drug_names(drug):
@@ -669,10 +699,13 @@ def _drug_names(drug):
 
 _POSITIVE = Quick(r'\b(her2|hr|er|pr|cd\d+|egfrm?|brcam?|alk|ret|braf|pd l1|ph|flt3|psma|msi h)\+(?= |$)')
 
+_COMMA = re.compile(r', (?=(?:[\w-]+, )*[\w-]+,? or (?!placebo|without))') # of *a, b or c*
+
 @lru_cache(100_000)
 def _mask(text, drugs):
     "Normalized text with the k-th program drug written as `@k`."
-    text = _POSITIVE.sub(r'\1 positive', normalize(text)).replace('+', ' plus ').replace(' and or ', ' and ')
+    text = normalize(_COMMA.sub(' or ', text.replace('&', ' and ')))
+    text = _POSITIVE.sub(r'\1 positive', text).replace('+', ' plus ').replace(' and or ', ' and ')
     for k, p in enumerate(map(_drug_names, drugs.split('|'))): text = p.sub(f' drug{"xyzwvuts"[k % 8]}x ', text)
     return ' '.join(text.split())
 
@@ -692,27 +725,46 @@ _ASIDE = '|'.join(r'''in for on of to the its a an their without other patients 
 tolerability
 pharmacokinetics respon\w+ resist\w+ predict\w+ treatment treated therapy quality study trial effects? activity
 administration with drug standard
-\d+ mutations? biomarkers?'''.split())
+\d+ mutations? biomarkers? cancers? disease \w+omas? tumors? leukemia'''.split())
 _PLUS = Quick(rf'drug[s-z]x (?:(?!(?:in|for|of|to|on|as)\b)\w+ ){{0,2}}(?:plus|and) (?!(?:{_ASIDE})\b)\w{{3,}}|'
-    rf'\b(?!(?:{_ASIDE})\b)\w{{4,}} (?:plus|and|or) (?:\w+ )?drug[s-z]x|\bplus drug[s-z]x|drug[s-z]x plus\b')
-_OR = re.compile(r'\b(?:either )?(drug[s-z]x) or (?!\1)drug[s-z]x\b')
+    rf'\b(?!(?:{_ASIDE})\b)\w{{4,}} (?:plus|and|or) (?:(?!receiving|treated|taking|with)\w+ )?drug[s-z]x|'
+    r'\bplus drug[s-z]x|drug[s-z]x plus\b')
+_OR = re.compile(r'\b(?:either )?(drug[s-z]x) or (?!\1)drug[s-z]x\b|(?<!drug[s-z]x )\b(\w+) or (drug[s-z]x)\b|'
+    r'\b(drug[s-z]x)(?: alone| monotherapy)? or (\w+)')
 def _one_of(text):
     "`text` without the alternatives to the drug: *sunitinib or cediranib*."
-    if ' or ' not in text: return text
-    while (m := _OR.search(text)): text = f'{text[:m.start()]} {m[1]} {text[m.end():]}'
-    for m in re.finditer(r'(?<!drug[s-z]x )\b(\w+) or (drug[s-z]x)\b|\b(drug[s-z]x) or (\w+)', text):
-        if _agents_in(m[1] or m[4]): text = text.replace(m[0], m[2] or m[3])
+    at = 0
+    while (m := _OR.search(text, at)):
+        other = m[2] or m[5]
+        if other and not _agents_in(other): at = m.start() + 1
+        else: text = f'{text[:m.start()]}{m[1] or m[3] or m[4]}{text[m.end():]}'
     return text
 
+_ALONE = Quick(r'\bdrug[s-z]x (?:\w+ ){0,2}(?:monotherapy|single agent)\b')
 def _joined(text):
     "Is the drug in `text` given with something else?"
+    if _ALONE.search(text) and not (_JOINS.search(text) or _PLUS.search(text)): return False
     if len(_drugs_in(text)) > 1 or _agents_in(text): return True
     text = text.replace('placebo', '')
     return not _NO_AGENT.search(text) and bool(_PLUS.search(text) or _JOINS.search(text))
 
-_GIVEN_WITH = Quick(r'\b(?:with|plus|added to) (?:either )?drug[s-z]x')
+_GIVEN_WITH = Quick(r'(?<!patients )(?<!treated )(?<!treatment )(?<!therapy )\b(?:with|plus|added to) (?:either )?drug[s-z]x')
 _ONLY_BEFORE = Quick(r'\b(?:progress\w+ (?:on|after|following)|failure (?:of|on|to|with|after)|refractory to|resistan\w+ to|'
     r'previously treated with|intoleran\w+ (?:to|of)) (?:\w+ ){0,2}drug[s-z]x')
+_HEALTHY = Quick(r'healthy (?:\w+ ){0,3}(?:volunteers?|participants?|subjects?|adults?|males?|men|women)')
+_AGAINST = Quick(r'\b((?:compar(?:e|es|ing|ison of)|between) (?:(?!(?:in|and|to|plus|with|combin\w+|of|the)\b)\w+ ){1,3})'
+    r'(?:with|to|and(?!.* (?:versus|vs|compared)\b)) (?!(?:and |or )?without)')
+# drugs of one class are given one or the other
+_CLASSES = [Quick(p) for p in (r'(?:erlo|gefi|ico|afa|osimer|dacomi|naquo|lazer|vande)tinib', r'(?:crizo|alec|lorla|ceri|briga|'
+    r'ensar)tinib',
+    r'rafenib|(?:suni|axi|lenva|cabozan)tinib|pazopanib|tivozanib', r'ciclib', r'parib', r'brutinib', r'lutamide',
+    r'pembrolizumab|nivolumab|cemiplimab|(?:atezo|dur|ave)lumab', r'bevacizumab|ranibizumab|aflibercept')]
+def _rivals(interventions):
+    "Do all agents listed belong to one class?"
+    items = normalize(interventions).split('|')
+    items = [i for i in items if not (_ITEM_KIND.search(i) or _ITEM_NOISE.search(i) or _NO_AGENT.search(i))]
+    return len(items) > 1 and any(all(map(c.search, items)) for c in _CLASSES)
+
 _INTERACTION = Quick(r'drug interaction|interaction stud|\bcyp ?\d|healthy|bioavailab|bioequiv')
 
 @lru_cache(100_000)
@@ -722,7 +774,7 @@ def map_regimen(
     drug:str,               # the program's drug; several, pipe-joined, where the trial names several
 )->str: # a code of `REGIMENS`
     "Is the drug given alone or with another anticancer agent?"
-    told = _mask(_text(title), drug)
+    told = _AGAINST.sub(r'\1versus ', _mask(_text(title), drug))
     past = _HISTORY.search(told)
     before = told[:past.start()] if past else told
     now = before if _drugs_in(before) or _agents_in(before) else told
@@ -734,18 +786,23 @@ def map_regimen(
     if 'abiraterone' in names: items = [i.replace('dexamethasone', 'prednisone') for i in items]
     listed = set().union(*map(_drugs_in, items)) if items else set()
     others = [i for i in items if not _drugs_in(i)]
-    if any(_drugs_in(i) and _joined(_one_of(i)) for i in items): return 'combination'
+    added = [i for i in items if _GIVEN_WITH.search(i) and not _NO_AGENT.search(i)]
+    if added or any(_drugs_in(i) and _joined(_one_of(i)) for i in items): return 'combination'
+    if _HEALTHY.search(told) and len(_drugs_in(told)) == 1: return 'single'
     if not listed and not _drugs_in(before) and _ONLY_BEFORE.search(told): now = before
     arms = _VERSUS.split(now) if not re.search(r'\b(?:versus|vs|or) placebo', now) else [now]
     with_drug = [_one_of(a) for a in arms if _drugs_in(a)]
     if any(_joined(a) for a in with_drug): return 'combination'
     either = _one_of(now) != now
     if either and (m := _GIVEN_WITH.search(_one_of(now))) and not _NO_AGENT.search(now[:m.start()]): return 'combination'
-    if with_drug and (len(arms) > 1 or either): return 'single'
-    if _COMPARES.search(told) and 'placebo' not in told and len(listed) + len(others) == 2: return 'single'
+    if with_drug and (len(arms) > 1 or either): return 'single' if len(listed) <= len(arms) or either else 'combination'
+    joins = _JOINS.search(told)
+    if _COMPARES.search(told) and not joins and 'placebo' not in told and len(listed) + len(others) == 2: return 'single'
     if _INTERACTION.search(told) and len(listed) == 1: return 'single'
+    if (_rivals(_text(interventions)) or any(map(_ALONE.search, items))) and not joins: return 'single'
     if len(listed) > 1 or (listed and others) or len(others) > 1: return 'combination'
     if listed and not with_drug and _agents_in(now): return 'combination'
+    if 1 < len(names) < 6 and len(listed | _drugs_in(told)) == 1: return 'combination' # the others stand elsewhere in the record
     if listed or with_drug: return 'single'
     return 'combination' if others and not _drugs_in(told) else 'unspecified'
 

@@ -36,5 +36,4 @@ def run(cwd, *cmd, check=False, timeout=1500, **env):
 def real_records():
     "The embedded tables, checked and coded as stage ingest does it."
     r = rec.Records.load(ROOT/'data', core.load_params(ROOT/'params.yaml').data.snapshot)
-    tables = {k: df.assign(public_date=gate.public_date(df, k)) for k, df in r.items()}
-    return r.replace(**tables | dict(registry=rec.code_trials(tables['registry'])))
+    return gate.prepare(r)

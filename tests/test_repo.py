@@ -74,6 +74,7 @@ def test_package_equals_notebooks(tmp_path):
     for f in (copy/'clinical_rl').rglob('*.py'):
         if f.name != '__init__.py': f.unlink()
     env = os.environ | {'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}'}
+    env.pop('IN_TEST', None) # set where notebooks are tested in this process; nbdev_export does nothing under it
     subprocess.run('nbdev_export && nbdev_clean', shell=True, cwd=copy, env=env, check=True, capture_output=True)
     dirty = subprocess.run(['git', 'status', '--porcelain', 'clinical_rl', 'nbs'], cwd=copy, capture_output=True, text=True, check=True)
     assert dirty.stdout == ''
