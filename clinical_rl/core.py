@@ -6,8 +6,9 @@
 __all__ = ['RESTORE', 'DataError', 'ParamError', 'root', 'DataParams', 'EpisodeParams', 'RewardComponent', 'RewardComponents',
            'RewardParams', 'DateSplit', 'GroupSplit', 'ClassSplit', 'SplitParams', 'FeatureParams', 'DecodingParams',
            'EmptyParams', 'LastWindowParams', 'FrequencyParams', 'ClassPriorParams', 'NearestParams', 'LogisticParams',
-           'BoostingParams', 'BaselineParams', 'SoftWeights', 'MetricParams', 'BaseModelParams', 'PolicyParams',
-           'PromptParams', 'LoraParams', 'EncodeParams', 'TrainParams', 'DecodeParams', 'EvaluateParams', 'Params',
+           'BoostingParams', 'BaselineParams', 'SoftWeights', 'MetricParams', 'BaseModelParams', 'IQLParams',
+           'WeightParams', 'PolicyParams', 'PromptParams', 'LoraParams', 'EncodeParams', 'TrainParams', 'DecodeParams',
+           'SimulatorPay', 'SimulatorWorld', 'SimulatorIQL', 'SimulatorParams', 'EvaluateParams', 'Params',
            'load_params', 'seed_everything', 'set_threads', 'device', 'workers', 'progress', 'parallel_map',
            'atomic_write', 'write_parquet', 'write_json', 'write_csv', 'read_parquet', 'sha256']
 
@@ -172,10 +173,28 @@ class BaseModelParams(_P):
     sha256: Annotated[str, Field(pattern=r'^[0-9a-f]{64}$')]
     dtype: Literal['bfloat16', 'float32']
 
+class IQLParams(_P):
+    tau: Annotated[float, Field(gt=0, lt=1)]
+    discount: Annotated[float, Field(gt=0, le=1)]
+    polyak: Annotated[float, Field(gt=0, le=1)]
+    lr: Annotated[float, Field(gt=0)]
+    hidden: Annotated[int, Field(ge=1)]
+    batch: Annotated[int, Field(ge=1)]
+    steps: Annotated[int, Field(ge=1)]
+
+class WeightParams(_P):
+    temperature: Annotated[float, Field(gt=0)]
+    clip: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2, max_length=2)]
+    beta: Annotated[float, Field(gt=0)]
+    max_weight: Annotated[float, Field(gt=0)]
+    folds: Annotated[int, Field(ge=2)]
+    model: Literal['boosting', 'ridge']
+    iql: IQLParams
+
 class PolicyParams(_P):
     scopes: list[Literal['landscape', 'sponsor']]
     splits: list[Literal['temporal', 'drug', 'sponsor', 'drug_class', 'clean']]
-    objectives: list[Literal['bc']]
+    objectives: Annotated[list[Literal['bc', 'rw_bc', 'lr_bc', 'iql']], Field(min_length=1)]
     seeds: Annotated[list[int], Field(min_length=1)]
 
 class PromptParams(_P):
@@ -211,6 +230,44 @@ class DecodeParams(_P):
     batch: Annotated[int, Field(ge=1)]
     parts: list[Literal['val', 'test']]
 
+_Prob, _Two = Annotated[float, Field(ge=0, le=1)], Field(min_length=2, max_length=2)
+_Stages = Annotated[list[float], Field(min_length=3, max_length=3)]
+class SimulatorPay(_P):
+    early: _Stages
+    late: _Stages
+
+class SimulatorWorld(_P):
+    cost: Annotated[float, Field(ge=0)]
+    promise: Annotated[list[_Prob], _Two]
+    advance: _Share
+    close: Annotated[float, Field(gt=0, lt=1)] # an end for sure: worth stays finite
+    discount: _Share
+
+class SimulatorIQL(_P):
+    tau: Annotated[float, Field(gt=0, lt=1)]
+    hidden: _Count
+    lr: _Pos
+    polyak: _Share
+    steps: _Count
+
+class SimulatorParams(_P):
+    seeds: Annotated[int, Field(ge=2)]
+    programs: Annotated[int, Field(ge=50)]
+    sizes: Annotated[list[Annotated[int, Field(ge=10)]], Field(min_length=2)]
+    half_years: Annotated[int, Field(ge=4)]
+    horizon: Annotated[int, Field(ge=1)]
+    skills: Annotated[list[float], _Two]
+    alike: Annotated[list[float], _Two]
+    share: Annotated[list[_Prob], _Two]
+    pay: SimulatorPay
+    world: SimulatorWorld
+    iql: SimulatorIQL
+
+    @model_validator(mode='after')
+    def _some_open(self):
+        if self.horizon >= self.half_years: raise ValueError('horizon must be shorter than half_years, or every outcome is censored')
+        return self
+
 class EvaluateParams(_P):
     bootstrap: Annotated[int, Field(ge=100)]
     permutations: Annotated[int, Field(ge=100)]
@@ -230,12 +287,14 @@ class Params(_P):
     baselines: BaselineParams
     metrics: MetricParams
     base_model: BaseModelParams
+    weights: WeightParams
     policies: PolicyParams
     prompts: PromptParams
     lora: LoraParams
     encode: EncodeParams
     train: TrainParams
     decode: DecodeParams
+    simulator: SimulatorParams
     evaluate: EvaluateParams
 
     @model_validator(mode='after')

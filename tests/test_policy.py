@@ -7,7 +7,7 @@ import torch
 
 from conftest import ROOT
 from clinical_rl import core, policy
-from clinical_rl.prompts import Grammar, grammar_lines, prompt_ids
+from clinical_rl.prompts import SYSTEM, Grammar, grammar_lines, item_text, prompt_ids
 
 PROMPT = '2021-02-01 nivolumab, PD-1/PD-L1 inhibitor, PD-1, monoclonal antibody\nTrials 12, items 9, own 5, first 30m ago; per window 3 2 1 0'
 ITEMS = [('NSCLC', '2', 'first', 'combination'), ('MELANOMA', '1/2', 'later', 'single'), ('UROTHELIAL', '3', 'adjuvant', 'unspecified')]
@@ -32,7 +32,7 @@ def test_zero_adapter_equals_plain_forward(base_dir, tmp_path):
     cfg = NS(layers=8, rank=4, alpha=8, dropout=0.0, modules=['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'])
     cache = policy.PromptCache(tmp_path)
     pol = policy.Policy(policy.add_adapter(policy.load_base(base_dir, 'float32')[0], cfg, 0), grammar, 8, 'response', cache)
-    rows = [pol.example(str(i), prompt_ids(text, tok), grammar.target(items), f'{i:04d}')
+    rows = [pol.example(str(i), prompt_ids(text, tok, SYSTEM.format(6)), grammar.target(items), f'{i:04d}')
             for i, (text, items) in enumerate([(PROMPT, ITEMS), (PROMPT*3, ITEMS[:1])])]
     for e in rows: cache.put(e.key, *policy.encode_window(base, e.prompt, e.target, 8))
     with torch.no_grad(): got = pol.log_probs(rows)
@@ -48,7 +48,7 @@ def test_grammar_is_the_tokenizers(base_dir):
     lines = grammar_lines()
     some = ''.join(lines[::37])
     assert tok.encode(some) == [t for l in lines[::37] for t in grammar.line_ids[l]]
-    assert tok.decode(grammar.target(ITEMS)[:-1]).splitlines()[0] == ' '.join(ITEMS[0])
+    assert tok.decode(grammar.target(ITEMS)[:-1]).splitlines()[0] == item_text(ITEMS[0])
 
 TRAIN = '''
     import sys, time
