@@ -156,8 +156,10 @@ PAGES = [
          lede='What public records there are, by kind, program and year, what is missing, how well text is coded.'),
     dict(file='episodes.html', title='Episodes', stages=['episodes', 'splits', 'rewards', 'prompts'],
          lede='Decision dates, what was public on them, what was done next, what came of it, and who is held out.'),
-    dict(file='training.html', title='Training', stages=['base_model', 'encode', 'train', 'policies'],
-         lede='The language model, its prompts, the adapters trained on them, and how the training went.'),
+    dict(file='training.html', title='Training', stages=['base_model', 'encode', 'weights', 'train', 'policies'],
+         lede='The language model, how much each window counts, the adapters trained on the windows, and how the training went.'),
+    dict(file='simulator.html', title='Simulator', stages=['simulator'],
+         lede='A made-up world whose best policy is known exactly: does each objective do what it claims, and when does it not?'),
     dict(file='results.html', title='Results', stages=['features', 'baseline', 'evaluate'],
          lede='Every method on every split, with intervals: what can be told apart from chance, and what cannot.'),
 ]
@@ -170,7 +172,7 @@ def find_runs(
 ) -> list: # (name, variant, path) in the order of params
     "Executed notebooks of a stage: its own, or one per run of a matrix. DataError names the stage whose notebook is missing."
     m = params.policies
-    variants = dict(baseline=params.baselines.methods, policies=m.splits, train=[f'{s}-{o}' for s in m.splits for o in m.objectives])
+    variants = dict(baseline=params.baselines.methods, policies=m.splits, weights=m.splits, train=[f'{s}-{o}' for s in m.splits for o in m.objectives])
     runs = []
     for v in variants.get(stage, ['']):
         name = f'{stage}-{v}' if v else stage

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PORTFOLIOS', 'STATES', 'START', 'FEATURES', 'ARMS', 'World', 'code', 'dynamics', 'best_q', 'greedy', 'worth',
            'sponsor', 'behaviour', 'history', 'observe', 'clone', 'distance', 'predict', 'judge', 'repetition',
-           'expectile_q', 'agreement', 'draw']
+           'expectile_q', 'exact_tables', 'counted_tables', 'learned_q', 'agreement', 'draw']
 
 # %% ../nbs/10c_simulator.ipynb #c003
 import itertools
@@ -207,33 +207,57 @@ def repetition(
 
 # %% ../nbs/10c_simulator.ipynb #c031
 def expectile_q(
-    world,  # World
-    mix,    # (18, 4) what sponsors do, of `behaviour`
-    tau,    # expectile
+    R, P_on, mix, # (18, 4) mean rewards; (18, 4, 18) chances to go on to each state; (18, 4) what sponsors do
+    discount,     # of a half-year
+    tau,          # expectile
 ) -> tuple: # Q (18, 4), V (18,)
     "The fixed point of implicit Q-learning."
-    R, P = dynamics(world); g, V = world.discount*(1 - world.close), np.zeros(18)
+    V = np.zeros(18)
     while True:
-        Q = R + g*P @ V
+        Q = R + discount*P_on @ V
         w = mix*np.where(Q > V[:, None], tau, 1 - tau)
         new = (w*Q).sum(1)/w.sum(1)
-        if np.abs(new - V).max() < 1e-10: return Q, V
+        if np.abs(new - V).max() < 1e-9: return Q, V
         V = new
 
+def exact_tables(
+    world, skills, share=(0.5, 0.5), half_years=24, # as in `behaviour`
+) -> tuple: # R, P_on, mix, for `expectile_q`
+    "The world as it is."
+    R, P = dynamics(world)
+    return R, (1 - world.close)*P, behaviour(world, skills, share, half_years)[0]
+
+def counted_tables(
+    windows, # of `observe`
+) -> tuple: # R, P_on, mix; zeros where nothing was seen
+    "The world as one history shows it."
+    moves, s, a = value.transitions(windows), windows.state.to_numpy(), windows.action.to_numpy()
+    def count(rows, weights=1., shape=(18, 4), *more):
+        n = np.zeros(shape); np.add.at(n, (s[rows], a[rows], *more), weights); return n
+    after = moves['next'].to_numpy(); on = after >= 0
+    seen, known = windows.reward.notna().to_numpy(), ~moves.truncated.to_numpy()
+    R = count(seen, windows.reward[seen])/np.maximum(count(seen), 1)
+    P_on = count(on, 1., (18, 4, 18), s[after[on]])/np.maximum(count(known), 1)[..., None]
+    return R, P_on, clone(windows, np.ones(len(s)), 1e-9)
+
+def learned_q(
+    q, # value.ImplicitQ
+) -> np.ndarray: # (18, 4)
+    "What the networks say of each state and portfolio."
+    s, a = np.divmod(np.arange(72), 4)
+    return q.q(np.eye(18)[s], np.eye(4)[a]).reshape(18, 4)
+
 def agreement(
-    q,      # value.ImplicitQ
-    truth,  # (18, 4)
-    windows,# state, action
+    Q, truth, # (18, 4)
+    windows,  # state, action
     least=20, # windows that a state and portfolio need to count as covered
 ) -> dict: # covered (pairs of 72), correlation, error (mean absolute), bias
-    "Learned against exact Q where the data cover."
-    s, a = np.divmod(np.arange(72), 4)
-    learned = q.q(np.eye(18)[s], np.eye(4)[a]).reshape(18, 4)
+    "One Q against another where the data cover."
     n = np.zeros((18, 4), int); np.add.at(n, (windows.state, windows.action), 1); ok = n >= least
-    d = (learned - truth)[ok]
-    return dict(covered=int(ok.sum()), correlation=float(np.corrcoef(learned[ok], truth[ok])[0, 1]), error=float(np.abs(d).mean()), bias=float(d.mean()))
+    d = (Q - truth)[ok]
+    return dict(covered=int(ok.sum()), correlation=float(np.corrcoef(Q[ok], truth[ok])[0, 1]), error=float(np.abs(d).mean()), bias=float(d.mean()))
 
-# %% ../nbs/10c_simulator.ipynb #c036
+# %% ../nbs/10c_simulator.ipynb #c037
 ARMS = dict(bc='BC', rw_bc='RW-BC', sharp='RW-BC, sharp', lr_bc='LR-BC', iql='IQL') # names for readers
 
 def draw(

@@ -1,0 +1,122 @@
+"What the objectives claim, on the simulator with few histories; and the errors that a run may meet on the way."
+from functools import cache
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from clinical_rl import simulator as sim, value
+from clinical_rl.core import DataError, load_params
+from clinical_rl.objectives import OBJECTIVES, describe
+
+EARLY, LATE, MIXED = sim.World(), sim.World(pay=(0., 0., 3.)), (8, -2)
+PLAIN = {o: (o, {}) for o in ('bc', 'rw_bc', 'lr_bc')}
+STEEP = {'bc': ('bc', {}), 'sharp': ('rw_bc', dict(temperature=1/3, clip=(0, 100))), 'iql': ('iql', {})}
+QUICK = dict(hidden=32, lr=1e-2, polyak=.05, steps=700)
+
+def shares(world, skills, arms, seeds, **how):
+    "Share of the best worth: a row a seed, a column an arm."
+    return pd.DataFrame([sim.repetition(world, skills, arms, s, **how)[0].set_index('arm').share_of_best for s in range(seeds)])
+
+@cache
+def judged(): return sim.repetition(LATE, MIXED, STEEP, 0, iql=QUICK)
+
+# --- claims ------------------------------------------------------------------------------------------------------------
+
+def test_bc_recovers_the_behaviour_and_better_with_more_programs():
+    truth = sim.behaviour(EARLY, MIXED)
+    far = [np.mean([sim.distance(sim.clone(w, OBJECTIVES['bc'](w)), *truth) for w in (sim.history(EARLY, MIXED, n, s)[0] for s in range(5))]) for n in (50, 200, 800, 3200)]
+    assert all(a > 1.5*b for a, b in zip(far, far[1:])) and far[-1] < .03
+
+def test_rw_bc_beats_bc_only_where_better_and_worse_were_tried_side_by_side():
+    two = {o: PLAIN[o] for o in ('bc', 'rw_bc')}
+    gain = {k: (s := shares(EARLY, k, two, 5)).rw_bc - s.bc for k in (MIXED, (20, 20), (0, 0))}
+    assert (gain[MIXED] > .05).all()
+    assert gain[20, 20].abs().max() < .01      # alike and near-perfect: nothing to gain
+    assert (gain[0, 0] > .03).all()            # alike and erratic: still something to gain
+
+@pytest.mark.parametrize('share', [(.5, .5), (.8, .2)])
+def test_lr_bc_beats_rw_bc_where_late_outcomes_are_censored(share):
+    s = shares(EARLY, MIXED, PLAIN, 3, horizon=12, share=share)
+    assert (s.lr_bc - s.rw_bc > .02).all() and (s.rw_bc > s.bc).all()
+
+def test_lr_bc_gains_nothing_where_all_is_known_or_where_the_past_misleads():
+    s = shares(EARLY, MIXED, PLAIN, 3)
+    assert (s.lr_bc - s.rw_bc).mean() < .01
+    s = shares(EARLY, MIXED, PLAIN, 3, horizon=12, turn=13, target=sim.replace(EARLY, promise=EARLY.promise[::-1]))
+    assert (s.lr_bc - s.rw_bc).mean() < 0
+
+def test_iql_beats_equally_steep_rw_bc_where_credit_is_late():
+    t, windows, q = judged()
+    v = t.set_index('arm').share_of_best
+    assert v.iql > v.sharp + .2 and v.sharp < v.bc + .1
+
+def test_q_agrees_with_dynamic_programming_where_the_data_cover():
+    _, windows, q = judged()
+    Q, aim = sim.learned_q(q), sim.expectile_q(*sim.exact_tables(LATE, MIXED), .99, .7)[0]
+    counted = sim.agreement(Q, sim.expectile_q(*sim.counted_tables(windows), .99, .7)[0], windows) # the same equations, solved on counts
+    assert counted['covered'] >= 40 and counted['correlation'] > .95 and counted['error'] < .4
+    best, aim = sim.agreement(Q, sim.best_q(LATE), windows), sim.agreement(Q, aim, windows)
+    assert best['correlation'] > .85 and aim['correlation'] > .85
+    assert best['bias'] < aim['bias'] # an expectile of what sponsors do lies below the best
+
+def test_censored_rewards_are_no_zeros_for_any_objective():
+    "Hide the outcomes of the good half: whoever reads them as zeros would learn to avoid it."
+    windows, items = (sim.observe(t, 0) for t in sim.history(EARLY, MIXED, 300, 0))
+    hide = windows.outcome > windows.outcome.mean()
+    windows['reward'] = windows.outcome.mask(hide & (windows.half_year > 12))
+    w = OBJECTIVES['rw_bc'](windows)
+    seen = windows.reward.dropna()
+    at_mean = np.interp(seen.mean(), np.sort(seen), np.sort(w[windows.reward.notna()]))
+    assert w[windows.reward.isna()] == pytest.approx(w[windows.reward.isna()][0]) and w[windows.reward.isna()][0] > w[windows.reward.to_numpy() < 0].max()
+    assert at_mean <= w[windows.reward.isna()][0]*1.2
+
+# --- a run's errors ----------------------------------------------------------------------------------------------------
+
+TABLE = pd.DataFrame(dict(episode_id=list('abcd'), program=list('aabb'), decision_date=pd.to_datetime(['2010-02-01', '2010-08-01']*2),
+                          reward=[1., 0., np.nan, -1.], predicted=[.5, .1, .3, -.5], advantage=[.2, -.1, 0., .1]))
+
+@pytest.mark.parametrize('name', OBJECTIVES)
+def test_weights_have_mean_one_are_finite_and_leave_the_table_alone(name):
+    before = TABLE.copy()
+    w = OBJECTIVES[name](TABLE)
+    assert w.mean() == pytest.approx(1) and np.isfinite(w).all() and (w > 0).all()
+    pd.testing.assert_frame_equal(TABLE, before)
+    assert OBJECTIVES[name](TABLE[::-1])[::-1] == pytest.approx(w)
+    assert describe(w)['effective_sample_size'] <= len(w) + 1e-9
+
+@pytest.mark.parametrize('name, change, words', [
+    *[(n, {}, 'no training window') for n in OBJECTIVES],
+    *[(n, dict(reward=np.nan), 'all 4 training windows are censored') for n in ('rw_bc', 'lr_bc', 'iql')],
+    ('rw_bc', dict(reward=1.), 'reward is 1 in all 4'), ('lr_bc', dict(predicted=0.), 'predicted is 0 in all 4'), ('iql', dict(advantage=.5), 'advantage is 0.5 in all 4'),
+    ('rw_bc', dict(reward=[1, 0, -np.inf, 0]), 'reward of window c is -inf'), ('lr_bc', dict(predicted=[1, 2, 3, np.nan]), 'predicted of window d is nan'),
+    ('iql', dict(advantage=[np.inf, 0, 0, 1]), 'advantage of window a is inf'), ('iql', dict(advantage=[-1e4, -2e4, -3e4, -4e4]), 'weights add up to 0')])
+def test_meaningless_weights_are_an_error_of_one_line(name, change, words):
+    t = TABLE.assign(**change) if change else TABLE[:0]
+    with pytest.raises(DataError, match='^' + name) as e: OBJECTIVES[name](t)
+    assert words in str(e.value) and '\n' not in str(e.value)
+
+def test_missing_column_is_named():
+    with pytest.raises(DataError, match="no column 'advantage'"): OBJECTIVES['iql'](TABLE.drop(columns='advantage'))
+
+def test_exploding_q_learning_stops_with_its_step():
+    windows, _ = (sim.observe(t, 0) for t in sim.history(LATE, MIXED, 60, 0))
+    with pytest.raises(DataError, match=r'iql: loss \S+ at step \d+; lower lr'): sim.judge(windows, .99, lr=1e6, steps=300, hidden=32)
+
+def test_same_seed_same_numbers():
+    windows, _ = (sim.observe(t, 6) for t in sim.history(LATE, MIXED, 60, 0))
+    a, b, c = (sim.judge(windows, .99, seed=s, steps=30, hidden=16)[0].advantage for s in (1, 1, 2))
+    assert (a == b).all() and (a != c).any()
+
+def test_transitions_keep_empty_windows_and_tell_an_end_from_a_cut():
+    t = pd.DataFrame(dict(episode_id=['a0', 'a1', 'a2', 'b0', 'b1'], program=list('aaabb'), reward=[1, np.nan, 0, 1, 1],
+                          decision_date=pd.to_datetime(['2010-02-01', '2010-08-01', '2011-02-01', '2010-02-01', '2010-08-01'])))
+    m = value.transitions(t)
+    assert m['next'].tolist() == [1, 2, -1, 4, -1] and m.done.tolist() == [False]*4 + [True] and m.truncated.tolist() == [False, False, True, False, False]
+
+def test_every_program_censored_but_one_is_an_error():
+    windows, items = (sim.observe(t, 12) for t in sim.history(EARLY, MIXED, 60, 0))
+    one = items[items.reward.notna()].groupby('program').reward.nunique().idxmax()
+    with pytest.raises(DataError, match=f'only program {one}'): sim.predict(windows, items.assign(reward=items.reward.where(items.program == one)))
+
+def test_the_simulator_has_ten_seeds_or_more(): assert load_params().simulator.seeds >= 10
