@@ -13,7 +13,8 @@ from .core import DataError
 
 # %% ../nbs/10_objectives.ipynb #c006
 def _some(windows, objective): # an empty split
-    if not len(windows): raise DataError(f'{objective}: no training window; check the split in params.yaml and out/splits/splits.parquet')
+    if len(windows): return
+    raise DataError(f'{objective}: no training window; check the split in params.yaml and out/splits/splits.parquet')
 
 def bc(
     windows:pd.DataFrame, # training windows; no column is read
@@ -29,18 +30,21 @@ def _column(windows, name, objective, remedy): # its values as floats; one line 
         raise DataError(f'{objective}: the training windows have no column {gone[0]!r}; {remedy}')
     reward, x = (windows[c].to_numpy(float) for c in ('reward', name))
     if np.isnan(reward).all():
-        raise DataError(f'{objective}: the rewards of all {len(x)} training windows are censored; move rewards.as_of or the split to later dates, or use bc')
+        raise DataError(f'{objective}: the rewards of all {len(x)} training windows are censored; '
+                        'move rewards.as_of or the split to later dates, or use bc')
     if len(wrong := windows.index[np.isinf(x) if name == 'reward' else ~np.isfinite(x)]):
         row = windows.loc[wrong[0]]
         raise DataError(f'{objective}: {name} of window {row.get("episode_id", wrong[0])} is {row[name]}; {remedy}')
     seen = x[~np.isnan(x)]
     if np.ptp(seen) <= 1e-9*max(1, abs(seen).max()):
-        raise DataError(f'{objective}: {name} is {seen[0]:.4g} in all {len(seen)} training windows that have one, so no window can count more than another; use bc or a larger split')
+        raise DataError(f'{objective}: {name} is {seen[0]:.4g} in all {len(seen)} training windows that have one, '
+                        'so no window can count more than another; use bc or a larger split')
     return x
 
 def _mean_one(w, objective): # scaled to mean 1
     if not np.isfinite(w).all() or w.sum() <= 0:
-        raise DataError(f'{objective}: the {len(w)} weights add up to {w.sum():.4g}; bring the temperature (or beta) and the scale of what is weighed together')
+        raise DataError(f'{objective}: the {len(w)} weights add up to {w.sum():.4g}; '
+                        'bring the temperature (or beta) and the scale of what is weighed together')
     return w*(len(w)/w.sum())
 
 def _exponential(x, temperature, clip): # exp((x - mean)/T) within limits; 1 where x is NaN
@@ -78,7 +82,7 @@ def iql(
     with np.errstate(over='ignore'): return _mean_one(np.minimum(np.exp(beta*a), clip), 'iql')
 
 # %% ../nbs/10_objectives.ipynb #c020
-OBJECTIVES = dict(bc=bc, rw_bc=rw_bc, lr_bc=lr_bc, iql=iql) # name in params.yaml and file names -> weights of a table of training windows
+OBJECTIVES = dict(bc=bc, rw_bc=rw_bc, lr_bc=lr_bc, iql=iql) # name in params.yaml and file names -> weights of a table
 
 # %% ../nbs/10_objectives.ipynb #c022
 def effective_sample_size(
@@ -90,8 +94,8 @@ def effective_sample_size(
 
 def describe(
     w, # weights
-) -> dict: # n, effective_sample_size, share (of n), min, p10, median, p90, max, top_tenth (share of all weight on the heaviest tenth of the windows)
-    "The distribution of weights in a few numbers."
+) -> dict: # n, effective_sample_size, share (of n), min, p10, median, p90, max, top_tenth
+    "The distribution of weights in a few numbers; `top_tenth` is the share of all weight on the heaviest tenth of the windows."
     w = np.sort(np.asarray(w, float)); n = len(w)
     ess = effective_sample_size(w)
     cuts = dict(zip(('min', 'p10', 'median', 'p90', 'max'), map(float, np.quantile(w, [0, .1, .5, .9, 1]))))

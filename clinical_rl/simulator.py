@@ -112,8 +112,8 @@ def history(
     share=(0.5, 0.5),  # see `behaviour`
     half_years=24,     # length of the calendar
     turn=None,         # half-year from which the promise is reversed
-) -> tuple: # windows: episode_id, program, half_year, decision_date, state, action, outcome; items: episode_id, program, half_year, FEATURES, outcome
-    "What sponsors did and what came of it."
+) -> tuple: # windows, items: both with episode_id, program, half_year, outcome
+    "What sponsors did and what came of it: windows have decision_date, state and action, too, and items have FEATURES."
     rng = np.random.default_rng(seed)
     habits = np.array([sponsor(world, k) for k in skills]).cumsum(-1)[..., :3]
     start = rng.integers(0, half_years, programs)
@@ -125,18 +125,20 @@ def history(
         tried = np.stack([(a == 1) | (a == 3), (a == 2) | (a == 3)], 1)
         right = (z[i, None] == np.arange(2)) ^ (turn is not None and t >= turn)
         y = rng.random((n, 2)) < np.array(world.promise)[right.astype(int)]
+        r = np.where(tried, np.array(world.pay)[x[i]]*y - world.cost, np.nan)
         rows.append(pd.DataFrame(dict(program=i, half_year=t, state=s, action=a, z=z[i], stage_a=x[i, 0], stage_b=x[i, 1],
-                                      **{f'r{k}': np.where(tried[:, k], np.array(world.pay)[x[i, k]]*y[:, k] - world.cost, np.nan) for k in range(2)})))
+                                      r_a=r[:, 0], r_b=r[:, 1])))
         x[i] = (x[i] + (tried & (rng.random((n, 2)) < world.advance))) % 3
         alive[i] = rng.random(n) >= world.close
     w = pd.concat(rows, ignore_index=True)
     w['program'] = 'p' + w.program.astype(str).str.zfill(5)
     w['decision_date'] = pd.date_range('2000-02-01', periods=half_years, freq='6MS')[w.half_year]
     w['episode_id'] = w.program + ':' + w.half_year.astype(str)
-    each = [w.assign(outcome=w[f'r{k}'], stage=w[f'stage_{"ab"[k]}'], promising=w.z == k, established=0)[w[f'r{k}'].notna()] for k in range(2)]
+    each = [w.assign(outcome=w[f'r_{k}'], stage=w[f'stage_{k}'], promising=w.z == 'ab'.index(k), established=0) for k in 'ab']
     none = w[w.action == 0].assign(outcome=0., stage=-1, promising=False, established=1)
-    items = pd.concat([*each, none], ignore_index=True).sort_values(['program', 'half_year'], kind='stable', ignore_index=True)
-    w['outcome'] = w[['r0', 'r1']].mean(axis=1).fillna(0.)
+    items = pd.concat([*each, none]).dropna(subset='outcome')
+    items = items.sort_values(['program', 'half_year'], kind='stable', ignore_index=True)
+    w['outcome'] = w[['r_a', 'r_b']].mean(axis=1).fillna(0.)
     return (w[['episode_id', 'program', 'half_year', 'decision_date', 'state', 'action', 'outcome']],
             items[['episode_id', 'program', 'half_year', *FEATURES, 'outcome']].astype({c: float for c in FEATURES}))
 
@@ -172,7 +174,8 @@ def predict(
 ) -> tuple: # windows with `predicted`; items with fold, raw, predicted
     "Let the reward model judge every window."
     fit = value.cross_fit(items[FEATURES], items.reward, items.program, seed=seed, **how)
-    return windows.assign(predicted=value.window_mean(items.episode_id, fit.predicted).reindex(windows.episode_id).to_numpy()), items.join(fit)
+    predicted = value.window_mean(items.episode_id, fit.predicted).reindex(windows.episode_id)
+    return windows.assign(predicted=predicted.to_numpy()), items.join(fit)
 
 def judge(
     windows,        # of `observe`
@@ -182,7 +185,8 @@ def judge(
     "Let Q-learning judge every window."
     moves = value.transitions(windows)
     S, A = np.eye(18, dtype=np.float32)[windows.state], np.eye(4, dtype=np.float32)[windows.action]
-    q = value.fit_iql(S, A, windows.reward, value.next_states(S, moves), moves.done, moves.steps, discount=discount, seed=seed, **how)
+    q = value.fit_iql(S, A, windows.reward, value.next_states(S, moves), moves.done, moves.steps, discount=discount,
+                      seed=seed, **how)
     return windows.assign(advantage=q.advantage(S, A)), q
 
 def repetition(
@@ -202,8 +206,8 @@ def repetition(
     target = target or world; best, rows = worth(target, greedy(best_q(target))), []
     for arm, (objective, settings) in arms.items():
         w = objectives.OBJECTIVES[objective](windows, **settings); v = worth(target, clone(windows, w))
-        rows.append(dict(arm=arm, worth=v, share_of_best=v/best, effective=objectives.effective_sample_size(w)/len(w), censored=windows.reward.isna().mean()))
-    return pd.DataFrame(rows), windows, q
+        rows.append(dict(arm=arm, worth=v, share_of_best=v/best, effective=objectives.describe(w)['share']))
+    return pd.DataFrame(rows).assign(censored=windows.reward.isna().mean()), windows, q
 
 # %% ../nbs/10c_simulator.ipynb #c031
 def expectile_q(
@@ -255,7 +259,8 @@ def agreement(
     "One Q against another where the data cover."
     n = np.zeros((18, 4), int); np.add.at(n, (windows.state, windows.action), 1); ok = n >= least
     d = (Q - truth)[ok]
-    return dict(covered=int(ok.sum()), correlation=float(np.corrcoef(Q[ok], truth[ok])[0, 1]), error=float(np.abs(d).mean()), bias=float(d.mean()))
+    r = np.corrcoef(Q[ok], truth[ok])[0, 1]
+    return dict(covered=int(ok.sum()), correlation=float(r), error=float(np.abs(d).mean()), bias=float(d.mean()))
 
 # %% ../nbs/10c_simulator.ipynb #c037
 ARMS = dict(bc='BC', rw_bc='RW-BC', sharp='RW-BC, sharp', lr_bc='LR-BC', iql='IQL') # names for readers
@@ -269,7 +274,8 @@ def draw(
     fig, ax = plt.subplots(figsize=(6.4, .5 + .85*len(settings)))
     for j, arm in enumerate(arms):
         d = levels[levels.arm == arm]; y = np.array([settings.index(s) for s in d.setting]) + .18*(j - (len(arms) - 1)/2)
-        ax.errorbar(100*d.share, y, xerr=100*np.stack([d.share - d.lo, d.hi - d.share]), fmt='osD^v'[j], ms=5.5, capsize=2.5, color=f'C{list(ARMS).index(arm)}', label=ARMS[arm])
+        ax.errorbar(100*d.share, y, xerr=100*np.stack([d.share - d.lo, d.hi - d.share]), fmt='osD^v'[j], ms=5.5, capsize=2.5,
+                    color=f'C{list(ARMS).index(arm)}', label=ARMS[arm])
     ax.set_yticks(range(len(settings)), settings); ax.set_ylim(len(settings) - .5, -.5); ax.grid(axis='y', visible=False)
     ax.set_xlabel('share of the best worth (%), mean and 95 % interval over histories')
     fig.legend(loc='outside upper center' if fig.get_layout_engine() else 'upper center', ncols=len(arms))

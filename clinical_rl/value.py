@@ -25,8 +25,8 @@ def regressor(
     "The regression inside the reward model."
     if kind == 'boosting':
         from sklearn.ensemble import HistGradientBoostingRegressor
-        return HistGradientBoostingRegressor(max_iter=100, learning_rate=0.05, max_leaf_nodes=8, min_samples_leaf=20, l2_regularization=1.0,
-                                             early_stopping=False, random_state=seed % 2**32)
+        return HistGradientBoostingRegressor(max_iter=100, learning_rate=0.05, max_leaf_nodes=8, min_samples_leaf=20,
+                                             l2_regularization=1.0, early_stopping=False, random_state=seed % 2**32)
     from sklearn.linear_model import RidgeCV
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -38,9 +38,14 @@ def _check_rows(X, y, name, remedy='make them anew'): # arrays of as many rows, 
     if np.isinf(X).any():
         row, col = np.argwhere(np.isinf(X))[0]
         raise DataError(f'{name}: feature {col} of row {row} is infinite; {remedy}')
-    if np.isinf(y).any(): raise DataError(f'{name}: the reward of row {np.flatnonzero(np.isinf(y))[0]} is infinite; run `dvc repro rewards`')
-    if np.isnan(y).all(): raise DataError(f'{name}: the rewards of all {len(y)} rows are censored; move rewards.as_of or the split to later dates')
-    if np.nanmax(y) == np.nanmin(y): raise DataError(f'{name}: all {int((~np.isnan(y)).sum())} observed rewards are {np.nanmax(y):.4g}; there is nothing to learn')
+    if (bad := np.isinf(y)).any():
+        raise DataError(f'{name}: the reward of row {bad.argmax()} is infinite; run `dvc repro rewards`')
+    seen = y[~np.isnan(y)]
+    if not len(seen):
+        raise DataError(f'{name}: the rewards of all {len(y)} rows are censored; move rewards.as_of or the split to later dates')
+    if np.ptp(seen) == 0:
+        raise DataError(f'{name}: all {len(seen)} observed rewards are {seen[0]:.4g}, there is nothing to learn; '
+                        'use a larger split')
 
 # %% ../nbs/10b_value.ipynb #c008
 def _line(x, y): # intercept and slope >= 0 of y on x; flat where x does not vary
@@ -61,12 +66,14 @@ def cross_fit(
     X, y, programs = np.asarray(X, float), np.asarray(y, float), np.asarray(programs).astype(str)
     _check_rows(X, y, 'reward model', 'run `dvc repro features`')
     seen, n = ~np.isnan(y), len(np.unique(programs))
-    if len(np.unique(programs[seen])) < 2: raise DataError(f'reward model: only program {programs[seen][0]} has observed rewards; at least two are needed')
+    if len(np.unique(programs[seen])) < 2:
+        raise DataError(f'reward model: only program {programs[seen][0]} has observed rewards; use a split with two or more')
     fold = np.empty(len(y), int); raw = np.empty(len(y)); predicted = np.empty(len(y))
     for k, (_, held) in enumerate(GroupKFold(min(folds, n)).split(X, groups=programs)): fold[held] = k
     for k in range(fold.max() + 1):
         learn = seen & (fold != k)
-        if not learn.any(): raise DataError(f'reward model: no observed reward outside fold {k}; use more folds or a larger split')
+        if not learn.any():
+            raise DataError(f'reward model: no observed reward outside fold {k}; use more folds or a larger split')
         raw[fold == k] = regressor(kind, seed).fit(X[learn], y[learn]).predict(X[fold == k])
     for k in range(fold.max() + 1):
         learn = seen & (fold != k)
@@ -101,14 +108,15 @@ def calibration(
     p, y = np.asarray(predicted, float), np.asarray(y, float)
     p, y = p[~np.isnan(y)], y[~np.isnan(y)]
     slope = np.cov(p, y, bias=True)[0, 1]/p.var() if p.var() > 1e-12 else np.nan
-    return dict(n=len(y), slope=float(slope), bias=float((y - p).mean()), r2=float(1 - ((y - p)**2).sum()/((y - y.mean())**2).sum()))
+    r2 = 1 - ((y - p)**2).sum()/((y - y.mean())**2).sum()
+    return dict(n=len(y), slope=float(slope), bias=float((y - p).mean()), r2=float(r2))
 
 # %% ../nbs/10b_value.ipynb #c016
 def transitions(
     windows:pd.DataFrame, # episode_id, program, decision_date: all windows of one scope, empty ones too
     months=6,             # length of a step
-) -> pd.DataFrame: # episode_id, next (row of the next window, -1 = none), steps (half-years until then), done, truncated; rows as in `windows`
-    "The window that follows each window."
+) -> pd.DataFrame: # episode_id, next, steps, done, truncated; rows as in `windows`
+    "The window that follows each window: `next` is its row (-1 = none), `steps` the half-years until then."
     t = windows[['episode_id', 'program', 'decision_date']].reset_index(drop=True)
     if not len(t): raise DataError('transitions: no window; check out/episodes, then `dvc repro episodes`')
     if (twice := t.duplicated(['program', 'decision_date'])).any():
@@ -199,7 +207,8 @@ def fit_iql(
     S, A, r, S_next = (np.asarray(x, np.float32) for x in (S, A, r, S_next))
     X = np.concatenate([S, A], 1); done = np.asarray(done, bool)
     _check_rows(X, r, 'iql', 'encode them anew')
-    if np.isnan(X).any(): raise DataError(f'iql: representation of row {np.argwhere(np.isnan(X))[0, 0]} is not a number; encode it anew')
+    if (bad := np.isnan(X).any(1)).any():
+        raise DataError(f'iql: representation of row {bad.argmax()} is not a number; encode it anew')
     known = ~np.isnan(r) & (done | ~np.isnan(S_next).any(1))
     if not known.any(): raise DataError('iql: no window with both an observed reward and a known next window; use a larger split')
     scale = X.mean(0), np.maximum(X.std(0), 1e-6)
@@ -215,11 +224,14 @@ def fit_iql(
         fast, behind = list(q.parameters()), list(slow.parameters())
         for step in range(steps):
             i = torch.randint(len(x), (min(batch, len(x)),))
-            with torch.no_grad(): best, target = slow(x[i]).min(1).values, bellman_target(r[i], v(s_next[i])[:, 0], done[i], gamma[i])
+            with torch.no_grad():
+                best, target = slow(x[i]).min(1).values, bellman_target(r[i], v(s_next[i])[:, 0], done[i], gamma[i])
             v_loss = expectile_loss(best - v(x[i, :ds])[:, 0], tau)
             q_loss = (known[i, None]*(q(x[i]) - target[:, None])**2).sum()/known[i].sum().clamp(min=1)
             loss = v_loss + q_loss # of different numbers: targets carry no gradient
-            if not torch.isfinite(loss): raise DataError(f'iql: loss {loss.item():.4g} at step {step}; lower lr or check the scale of rewards and representations')
+            if not torch.isfinite(loss):
+                raise DataError(f'iql: loss {loss.item():.4g} at step {step}; lower lr, or check the scale of rewards and '
+                                'representations')
             opt.zero_grad(set_to_none=True); loss.backward(); opt.step()
             with torch.no_grad(): torch._foreach_lerp_(behind, fast, polyak)
             if step % 50 == 0 or step == steps - 1: curve.append((step, v_loss.item(), q_loss.item()))

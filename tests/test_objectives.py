@@ -25,7 +25,8 @@ def judged(): return sim.repetition(LATE, MIXED, STEEP, 0, iql=QUICK)
 
 def test_bc_recovers_the_behaviour_and_better_with_more_programs():
     truth = sim.behaviour(EARLY, MIXED)
-    far = [np.mean([sim.distance(sim.clone(w, OBJECTIVES['bc'](w)), *truth) for w in (sim.history(EARLY, MIXED, n, s)[0] for s in range(5))]) for n in (50, 200, 800, 3200)]
+    made = {n: [sim.history(EARLY, MIXED, n, s)[0] for s in range(5)] for n in (50, 200, 800, 3200)}
+    far = [np.mean([sim.distance(sim.clone(w, OBJECTIVES['bc'](w)), *truth) for w in ws]) for ws in made.values()]
     assert all(a > 1.5*b for a, b in zip(far, far[1:])) and far[-1] < .03
 
 def test_rw_bc_beats_bc_only_where_better_and_worse_were_tried_side_by_side():
@@ -54,7 +55,8 @@ def test_iql_beats_equally_steep_rw_bc_where_credit_is_late():
 def test_q_agrees_with_dynamic_programming_where_the_data_cover():
     _, windows, q = judged()
     Q, aim = sim.learned_q(q), sim.expectile_q(*sim.exact_tables(LATE, MIXED), .99, .7)[0]
-    counted = sim.agreement(Q, sim.expectile_q(*sim.counted_tables(windows), .99, .7)[0], windows) # the same equations, solved on counts
+    counted = sim.expectile_q(*sim.counted_tables(windows), .99, .7)[0] # the same equations, solved on counts
+    counted = sim.agreement(Q, counted, windows)
     assert counted['covered'] >= 40 and counted['correlation'] > .95 and counted['error'] < .4
     best, aim = sim.agreement(Q, sim.best_q(LATE), windows), sim.agreement(Q, aim, windows)
     assert best['correlation'] > .85 and aim['correlation'] > .85
@@ -66,15 +68,17 @@ def test_censored_rewards_are_no_zeros_for_any_objective():
     hide = windows.outcome > windows.outcome.mean()
     windows['reward'] = windows.outcome.mask(hide & (windows.half_year > 12))
     w = OBJECTIVES['rw_bc'](windows)
-    seen = windows.reward.dropna()
-    at_mean = np.interp(seen.mean(), np.sort(seen), np.sort(w[windows.reward.notna()]))
-    assert w[windows.reward.isna()] == pytest.approx(w[windows.reward.isna()][0]) and w[windows.reward.isna()][0] > w[windows.reward.to_numpy() < 0].max()
-    assert at_mean <= w[windows.reward.isna()][0]*1.2
+    open_ = w[windows.reward.isna()]
+    assert len(open_) > 100 and np.ptp(open_) < 1e-9 and open_[0] > w[windows.reward.to_numpy() < 0].max()
+    windows, items = (sim.observe(t, 12) for t in sim.history(LATE, MIXED, 300, 0))
+    full, zeros = (sim.judge(w, .99, **QUICK)[1] for w in (windows, windows.fillna({'reward': 0.})))
+    assert sim.learned_q(full).max() > sim.learned_q(zeros).max() + .5
 
 # --- a run's errors ----------------------------------------------------------------------------------------------------
 
-TABLE = pd.DataFrame(dict(episode_id=list('abcd'), program=list('aabb'), decision_date=pd.to_datetime(['2010-02-01', '2010-08-01']*2),
-                          reward=[1., 0., np.nan, -1.], predicted=[.5, .1, .3, -.5], advantage=[.2, -.1, 0., .1]))
+TABLE = pd.DataFrame(dict(episode_id=list('abcd'), program=list('aabb'),
+                          decision_date=pd.to_datetime(['2010-02-01', '2010-08-01']*2), reward=[1., 0., np.nan, -1.],
+                          predicted=[.5, .1, .3, -.5], advantage=[.2, -.1, 0., .1]))
 
 @pytest.mark.parametrize('name', OBJECTIVES)
 def test_weights_have_mean_one_are_finite_and_leave_the_table_alone(name):
@@ -88,9 +92,12 @@ def test_weights_have_mean_one_are_finite_and_leave_the_table_alone(name):
 @pytest.mark.parametrize('name, change, words', [
     *[(n, {}, 'no training window') for n in OBJECTIVES],
     *[(n, dict(reward=np.nan), 'all 4 training windows are censored') for n in ('rw_bc', 'lr_bc', 'iql')],
-    ('rw_bc', dict(reward=1.), 'reward is 1 in all 4'), ('lr_bc', dict(predicted=0.), 'predicted is 0 in all 4'), ('iql', dict(advantage=.5), 'advantage is 0.5 in all 4'),
-    ('rw_bc', dict(reward=[1, 0, -np.inf, 0]), 'reward of window c is -inf'), ('lr_bc', dict(predicted=[1, 2, 3, np.nan]), 'predicted of window d is nan'),
-    ('iql', dict(advantage=[np.inf, 0, 0, 1]), 'advantage of window a is inf'), ('iql', dict(advantage=[-1e4, -2e4, -3e4, -4e4]), 'weights add up to 0')])
+    ('rw_bc', dict(reward=1.), 'reward is 1 in all 4'), ('lr_bc', dict(predicted=0.), 'predicted is 0 in all 4'),
+    ('iql', dict(advantage=.5), 'advantage is 0.5 in all 4'),
+    ('rw_bc', dict(reward=[1, 0, -np.inf, 0]), 'reward of window c is -inf'),
+    ('lr_bc', dict(predicted=[1, 2, 3, np.nan]), 'predicted of window d is nan'),
+    ('iql', dict(advantage=[np.inf, 0, 0, 1]), 'advantage of window a is inf'),
+    ('iql', dict(advantage=[-1e4, -2e4, -3e4, -4e4]), 'weights add up to 0')])
 def test_meaningless_weights_are_an_error_of_one_line(name, change, words):
     t = TABLE.assign(**change) if change else TABLE[:0]
     with pytest.raises(DataError, match='^' + name) as e: OBJECTIVES[name](t)
@@ -101,7 +108,8 @@ def test_missing_column_is_named():
 
 def test_exploding_q_learning_stops_with_its_step():
     windows, _ = (sim.observe(t, 0) for t in sim.history(LATE, MIXED, 60, 0))
-    with pytest.raises(DataError, match=r'iql: loss \S+ at step \d+; lower lr'): sim.judge(windows, .99, lr=1e6, steps=300, hidden=32)
+    with pytest.raises(DataError, match=r'iql: loss \S+ at step \d+; lower lr'):
+        sim.judge(windows, .99, lr=1e6, steps=300, hidden=32)
 
 def test_same_seed_same_numbers():
     windows, _ = (sim.observe(t, 6) for t in sim.history(LATE, MIXED, 60, 0))
@@ -112,11 +120,13 @@ def test_transitions_keep_empty_windows_and_tell_an_end_from_a_cut():
     t = pd.DataFrame(dict(episode_id=['a0', 'a1', 'a2', 'b0', 'b1'], program=list('aaabb'), reward=[1, np.nan, 0, 1, 1],
                           decision_date=pd.to_datetime(['2010-02-01', '2010-08-01', '2011-02-01', '2010-02-01', '2010-08-01'])))
     m = value.transitions(t)
-    assert m['next'].tolist() == [1, 2, -1, 4, -1] and m.done.tolist() == [False]*4 + [True] and m.truncated.tolist() == [False, False, True, False, False]
+    assert m['next'].tolist() == [1, 2, -1, 4, -1] and m.done.tolist() == [False]*4 + [True]
+    assert m.truncated.tolist() == [False, False, True, False, False]
 
 def test_every_program_censored_but_one_is_an_error():
     windows, items = (sim.observe(t, 12) for t in sim.history(EARLY, MIXED, 60, 0))
     one = items[items.reward.notna()].groupby('program').reward.nunique().idxmax()
-    with pytest.raises(DataError, match=f'only program {one}'): sim.predict(windows, items.assign(reward=items.reward.where(items.program == one)))
+    alone = items.assign(reward=items.reward.where(items.program == one))
+    with pytest.raises(DataError, match=f'only program {one}'): sim.predict(windows, alone)
 
 def test_the_simulator_has_ten_seeds_or_more(): assert load_params().simulator.seeds >= 10
