@@ -36,7 +36,7 @@ repro: data ## run the whole pipeline on the embedded data; reports land in repo
 	@dvc repro && echo "Done: open reports/index.html"
 
 test: data ## run all tests
-	@python -m pytest
+	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lab: $(READY) ## open the notebooks in JupyterLab
 	@jupyter lab nbs

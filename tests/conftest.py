@@ -4,10 +4,17 @@ from pathlib import Path
 
 import pytest
 
+# two processes run tests: each on one thread, that does not spin while it waits (read when torch is loaded)
+os.environ |= {'OMP_NUM_THREADS': '1', 'OMP_WAIT_POLICY': 'PASSIVE', 'GOMP_SPINCOUNT': '0'}
+
 from clinical_rl import core, gate, records as rec
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
+
+def pytest_collection_modifyitems(items):
+    "The longest file first: one process runs it while another takes the rest."
+    items.sort(key=lambda i: i.path.name != 'test_pipeline.py')
 
 def copy_project(to):
     "A git clone of the project with the working tree's changes laid over it and the embedded data pulled."
