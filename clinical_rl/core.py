@@ -306,7 +306,7 @@ class Params(_P):
             if gone := [x for x in xs if x not in ys]: raise ValueError(f'{key} names {gone[0]!r}, which {of} does not; add it there')
         if len(self.policies.scopes) > 1: raise ValueError('policies.scopes takes one scope for now; name one')
         if missing := {'train', 'val'} - set(self.encode.parts): raise ValueError(f'encode.parts needs train and val; add {sorted(missing)[0]}')
-        if 'test' not in self.decode.parts: raise ValueError('decode.parts needs test; add it')
+        if missing := {'val', 'test'} - set(self.decode.parts): raise ValueError(f'decode.parts needs val and test; add {sorted(missing)[0]}')
         return self
 
 # %% ../nbs/00_core.ipynb #c013
