@@ -93,6 +93,7 @@ def make_project(base):
     params = load_params(base/'params.yaml')
     m = params.policies
     matrix = dict(baseline=[f'baseline-{b}' for b in params.baselines.methods], policies=[f'policies-{s}' for s in m.splits],
+                  weights=[f'weights-{s}' for s in m.splits],
                   train=[f'train-{s}-{o}' for s in m.splits for o in m.objectives])
     runs = [r for p in report.PAGES for s in p['stages'] for r in matrix.get(s, [s])]
     for i, r in enumerate(runs):
