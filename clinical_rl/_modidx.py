@@ -350,6 +350,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': 'local', 'g
                                     'clinical_rl.report.readme_text': ('report.html#readme_text', 'clinical_rl/report.py'),
                                     'clinical_rl.report.render_page': ('report.html#render_page', 'clinical_rl/report.py'),
                                     'clinical_rl.report.render_section': ('report.html#render_section', 'clinical_rl/report.py'),
+                                    'clinical_rl.report.run_names': ('report.html#run_names', 'clinical_rl/report.py'),
                                     'clinical_rl.report.shrink_png': ('report.html#shrink_png', 'clinical_rl/report.py'),
                                     'clinical_rl.report.slug': ('report.html#slug', 'clinical_rl/report.py'),
                                     'clinical_rl.report.update_readme': ('report.html#update_readme', 'clinical_rl/report.py')},

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['HIDDEN_TAGS', 'PAGES', 'MAX_BYTES', 'HEADLINE', 'HEADLINE_METRICS', 'KEY', 'RESULT_COLUMNS', 'COMPARISON_COLUMNS',
-           'shrink_png', 'prepare', 'mathml', 'slug', 'render_section', 'find_runs', 'read_notebook', 'footer',
-           'render_page', 'read_metrics', 'headline', 'findings', 'forest', 'headline_html', 'data_summary', 'home',
-           'build_reports', 'readme_text', 'update_readme']
+           'shrink_png', 'prepare', 'mathml', 'slug', 'render_section', 'run_names', 'find_runs', 'read_notebook',
+           'footer', 'render_page', 'read_metrics', 'headline', 'findings', 'forest', 'headline_html', 'data_summary',
+           'home', 'build_reports', 'readme_text', 'update_readme']
 
 # %% ../nbs/17_report.ipynb #c003
 import base64, calendar, hashlib, html, json, os, re, struct, tempfile
@@ -165,20 +165,26 @@ PAGES = [
 ]
 MAX_BYTES = 5*2**20 # of the whole folder reports/
 
+def run_names(
+    stage:str, # name in PAGES
+    params,    # they say which runs a matrix stage has
+) -> list: # names of executed notebooks without ending, in the order of params
+    "The runs of a stage: itself, or one per run of a matrix."
+    m = params.policies
+    variants = dict(baseline=params.baselines.methods, policies=m.splits, weights=m.splits, train=[f'{s}-{o}' for s in m.splits for o in m.objectives])
+    return [f'{stage}-{v}' for v in variants[stage]] if stage in variants else [stage]
+
 def find_runs(
     stage:str, # name in PAGES
     folder,    # of the executed notebooks
-    params,    # they say which runs a matrix stage has: files of runs that are no longer asked for may lie there
+    params,    # of `run_names`: files of runs that are no longer asked for may lie there
 ) -> list: # (name, variant, path) in the order of params
-    "Executed notebooks of a stage: its own, or one per run of a matrix. DataError names the stage whose notebook is missing."
-    m = params.policies
-    variants = dict(baseline=params.baselines.methods, policies=m.splits, weights=m.splits, train=[f'{s}-{o}' for s in m.splits for o in m.objectives])
+    "Executed notebooks of a stage. DataError names the stage whose notebook is missing."
     runs = []
-    for v in variants.get(stage, ['']):
-        name = f'{stage}-{v}' if v else stage
+    for name in run_names(stage, params):
         if not (path := Path(folder)/f'{name}.ipynb').exists():
             raise DataError(f'{path} is missing: stage {stage} has not run; run `dvc repro`')
-        runs.append((name, v.replace('-', ', '), path))
+        runs.append((name, name.removeprefix(stage).lstrip('-').replace('-', ', '), path))
     return runs
 
 def read_notebook(

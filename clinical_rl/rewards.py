@@ -184,7 +184,7 @@ def compute(
         items[f'{c}_censored'] = censored(items.decision_date, getattr(comp, c), as_of)
         items[c] = v.mask(items[f'{c}_censored'])
     items = item_rewards(items, cfg, None if fit is None else items.episode_id.isin(set(fit)))
-    cols = ['episode_id', 'item', 'nct_id', 'indication', 'phase', *(x for c in COMPONENTS for x in (c, f'{c}_censored')), 'reward', 'observed']
+    cols = ['episode_id', 'item', 'nct_id', 'indication', 'phase', 'line', 'regimen', *(x for c in COMPONENTS for x in (c, f'{c}_censored')), 'reward', 'observed']
     out = items[cols].assign(as_of=as_of)
     return out, episode_rewards(items).assign(as_of=as_of)[['as_of', 'episode_id', 'reward', 'observed_share']]
 

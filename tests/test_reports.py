@@ -91,11 +91,7 @@ def make_project(base):
     (base/'data.dvc').write_text('outs:\n- md5: 0123456789abcdef0123456789abcdef.dir\n  path: data\n')
     nbs = base/'out'/'notebooks'; nbs.mkdir(parents=True)
     params = load_params(base/'params.yaml')
-    m = params.policies
-    matrix = dict(baseline=[f'baseline-{b}' for b in params.baselines.methods], policies=[f'policies-{s}' for s in m.splits],
-                  weights=[f'weights-{s}' for s in m.splits],
-                  train=[f'train-{s}-{o}' for s in m.splits for o in m.objectives])
-    runs = [r for p in report.PAGES for s in p['stages'] for r in matrix.get(s, [s])]
+    runs = [r for p in report.PAGES for s in p['stages'] for r in report.run_names(s, params)]
     for i, r in enumerate(runs):
         nb = notebook(r.split('-')[0].replace('_', ' ').capitalize(), i, hard=i < 3 or i > len(runs) - 3)
         (nbs/f'{r}.ipynb').write_text(json.dumps(nb))
