@@ -6,11 +6,12 @@
 __all__ = ['RESTORE', 'DataError', 'ParamError', 'root', 'DataParams', 'EpisodeParams', 'RewardComponent', 'RewardComponents',
            'RewardParams', 'DateSplit', 'GroupSplit', 'ClassSplit', 'SplitParams', 'FeatureParams', 'DecodingParams',
            'EmptyParams', 'LastWindowParams', 'FrequencyParams', 'ClassPriorParams', 'NearestParams', 'LogisticParams',
-           'BoostingParams', 'BaselineParams', 'SoftWeights', 'MetricParams', 'BaseModelParams', 'IQLParams',
-           'WeightParams', 'PolicyParams', 'PromptParams', 'LoraParams', 'EncodeParams', 'TrainParams', 'DecodeParams',
-           'SimulatorPay', 'SimulatorWorld', 'SimulatorIQL', 'SimulatorParams', 'EvaluateParams', 'Params',
-           'load_params', 'seed_everything', 'set_threads', 'device', 'workers', 'progress', 'parallel_map',
-           'atomic_write', 'write_parquet', 'write_json', 'write_csv', 'read_parquet', 'sha256']
+           'BoostingParams', 'AverageParams', 'BaselineParams', 'SoftWeights', 'MetricParams', 'BaseModelParams',
+           'QLearning', 'IQLParams', 'WeightParams', 'FormParams', 'PolicyParams', 'PromptParams', 'LoraParams',
+           'LoopParams', 'TrainParams', 'ItemParams', 'SelectParams', 'DecodeParams', 'SimulatorPay', 'SimulatorWorld',
+           'SimulatorParams', 'EvaluateParams', 'Params', 'load_params', 'seed_everything', 'set_threads', 'device',
+           'workers', 'progress', 'parallel_map', 'atomic_write', 'write_parquet', 'write_json', 'write_csv',
+           'read_parquet', 'sha256']
 
 # %% ../nbs/00_core.ipynb #c003
 import difflib, hashlib, json, multiprocessing, os, random, sys, tempfile, threading
@@ -57,7 +58,7 @@ def _distinct(xs):
 class _P(BaseModel):
     model_config = ConfigDict(extra='forbid', frozen=True)
 
-    @field_validator('scopes', 'names', 'splits', 'methods', 'objectives', 'seeds', 'modules', 'parts', 'decision_months', check_fields=False)
+    @field_validator('scopes', 'names', 'splits', 'methods', 'objectives', 'seeds', 'modules', 'parts', 'decision_months', 'origins', 'states', check_fields=False)
     @classmethod
     def _lists(cls, xs): return _distinct(xs) if isinstance(xs, list) else xs # a group may bear the same name as a list
 
@@ -147,9 +148,11 @@ class BoostingParams(_P):
     max_leaf_nodes: _Grid(Annotated[int, Field(ge=2)])
     min_samples_leaf: _Grid(_Count)
     negatives: _Grid(_Share)
+class AverageParams(BoostingParams):
+    C: _Grid(_Pos)
 
 class BaselineParams(_P):
-    methods: Annotated[list[Literal['empty', 'last_window', 'frequency', 'class_prior', 'nearest', 'logistic', 'boosting']], Field(min_length=1)]
+    methods: Annotated[list[Literal['empty', 'last_window', 'frequency', 'class_prior', 'nearest', 'logistic', 'boosting', 'average']], Field(min_length=1)]
     empty: EmptyParams
     last_window: LastWindowParams
     frequency: FrequencyParams
@@ -157,6 +160,7 @@ class BaselineParams(_P):
     nearest: NearestParams
     logistic: LogisticParams
     boosting: BoostingParams
+    average: AverageParams
 
 class SoftWeights(_P):
     indication: _Pos
@@ -173,14 +177,16 @@ class BaseModelParams(_P):
     sha256: Annotated[str, Field(pattern=r'^[0-9a-f]{64}$')]
     dtype: Literal['bfloat16', 'float32']
 
-class IQLParams(_P):
+class QLearning(_P):
     tau: Annotated[float, Field(gt=0, lt=1)]
-    discount: Annotated[float, Field(gt=0, le=1)]
-    polyak: Annotated[float, Field(gt=0, le=1)]
-    lr: Annotated[float, Field(gt=0)]
-    hidden: Annotated[int, Field(ge=1)]
-    batch: Annotated[int, Field(ge=1)]
-    steps: Annotated[int, Field(ge=1)]
+    polyak: _Share
+    lr: _Pos
+    hidden: _Count
+    steps: _Count
+
+class IQLParams(QLearning):
+    discount: _Share
+    batch: _Count
 
 class WeightParams(_P):
     temperature: Annotated[float, Field(gt=0)]
@@ -191,11 +197,15 @@ class WeightParams(_P):
     model: Literal['boosting', 'ridge']
     iql: IQLParams
 
-class PolicyParams(_P):
+class FormParams(_P):
     scopes: list[Literal['landscape', 'sponsor']]
     splits: list[Literal['temporal', 'drug', 'sponsor', 'drug_class', 'clean']]
-    objectives: Annotated[list[Literal['bc', 'rw_bc', 'lr_bc', 'iql']], Field(min_length=1)]
-    seeds: Annotated[list[int], Field(min_length=1)]
+    objectives: list[Literal['bc', 'rw_bc', 'lr_bc', 'iql']]
+
+class PolicyParams(_P):
+    text: FormParams
+    items: FormParams
+    seeds: list[int]
 
 class PromptParams(_P):
     max_tokens: Annotated[int, Field(ge=128)]
@@ -210,18 +220,30 @@ class LoraParams(_P):
     dropout: Annotated[float, Field(ge=0, lt=1)]
     modules: Annotated[list[str], Field(min_length=1)]
 
-class EncodeParams(_P):
-    parts: list[Literal['train', 'val', 'test']]
-
-class TrainParams(_P):
-    epochs: Annotated[int, Field(ge=1)]
-    batch: Annotated[int, Field(ge=1)]
-    lr: Annotated[float, Field(gt=0)]
+class LoopParams(_P):
+    epochs: _Count
+    batch: _Count
     warmup: Annotated[float, Field(ge=0, lt=1)]
     weight_decay: Annotated[float, Field(ge=0)]
     clip: Annotated[float, Field(gt=0)]
-    patience: Annotated[int, Field(ge=1)]
-    checkpoint_every: Annotated[int, Field(ge=1)]
+    patience: _Count
+    checkpoint_every: _Count
+
+class TrainParams(LoopParams):
+    lr: _Pos
+
+class ItemParams(_P):
+    folds: Annotated[int, Field(ge=2)]
+    queries: _Count
+    layers: _Count
+    hidden: _Count
+    train: LoopParams
+
+class SelectParams(_P):
+    origins: Annotated[list[date], Field(min_length=2)]
+    months: _Count
+    states: list[Literal['none', 'frozen', 'lora']]
+    lr: list[_Pos]
 
 class DecodeParams(_P):
     samples: Annotated[int, Field(ge=1)]
@@ -243,13 +265,6 @@ class SimulatorWorld(_P):
     close: Annotated[float, Field(gt=0, lt=1)] # an end for sure: worth stays finite
     discount: _Share
 
-class SimulatorIQL(_P):
-    tau: Annotated[float, Field(gt=0, lt=1)]
-    hidden: _Count
-    lr: _Pos
-    polyak: _Share
-    steps: _Count
-
 class SimulatorParams(_P):
     seeds: Annotated[int, Field(ge=2)]
     programs: Annotated[int, Field(ge=50)]
@@ -261,7 +276,7 @@ class SimulatorParams(_P):
     share: Annotated[list[_Prob], _Two]
     pay: SimulatorPay
     world: SimulatorWorld
-    iql: SimulatorIQL
+    iql: QLearning
 
     @model_validator(mode='after')
     def _some_open(self):
@@ -291,8 +306,9 @@ class Params(_P):
     policies: PolicyParams
     prompts: PromptParams
     lora: LoraParams
-    encode: EncodeParams
     train: TrainParams
+    items: ItemParams
+    select: SelectParams
     decode: DecodeParams
     simulator: SimulatorParams
     evaluate: EvaluateParams
@@ -301,12 +317,15 @@ class Params(_P):
     def _fit_together(self):
         "What one part asks for another must make: found here in a second, not after an hour of training."
         for key, xs, of, ys in (('features.splits', self.features.splits, 'splits.names', self.splits.names),
-                                ('policies.splits', self.policies.splits, 'features.splits', self.features.splits),
-                                ('policies.scopes', self.policies.scopes, 'episodes.scopes', self.episodes.scopes)):
+                                *((f'policies.{f}.{k}', getattr(getattr(self.policies, f), k), of, ys) for f in ('text', 'items')
+                                  for k, of, ys in (('splits', 'features.splits', self.features.splits), ('scopes', 'episodes.scopes', self.episodes.scopes)))):
             if gone := [x for x in xs if x not in ys]: raise ValueError(f'{key} names {gone[0]!r}, which {of} does not; add it there')
-        if len(self.policies.scopes) > 1: raise ValueError('policies.scopes takes one scope for now; name one')
-        if missing := {'train', 'val'} - set(self.encode.parts): raise ValueError(f'encode.parts needs train and val; add {sorted(missing)[0]}')
-        if missing := {'val', 'test'} - set(self.decode.parts): raise ValueError(f'decode.parts needs val and test; add {sorted(missing)[0]}')
+        if 'temporal' not in self.policies.items.splits: raise ValueError('policies.items.splits needs temporal, where its settings are selected; add it')
+        if self.items.layers > self.lora.layers: raise ValueError('items.layers is above lora.layers, for which prompts are cached; lower it')
+        last = self.splits.temporal.val_before
+        if late := [d for d in self.select.origins if (last.year - d.year)*12 + last.month - d.month < self.select.months]:
+            raise ValueError(f'select.origins: the {self.select.months} months from {late[0]} reach past splits.temporal.val_before, into the test windows; take an earlier date')
+        if 'test' not in self.decode.parts: raise ValueError('decode.parts needs test; add it')
         return self
 
 # %% ../nbs/00_core.ipynb #c013
