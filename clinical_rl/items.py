@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from . import baselines, core, policy, training
+from . import baselines, core, decoding, policy, training
 from .features import Block, load_block
 
 # %% ../nbs/13b_items.ipynb #c006
@@ -98,7 +98,7 @@ class ItemPolicy:
     def form(self): return 'features' if self.base is None else 'items' if self.base is not self.plain else 'frozen'
 
     def states(self, examples): # (windows, queries, hidden) after the last of the layers
-        if examples[0].state is not None: return torch.stack([e.state for e in examples]).to(self.device)
+        if self.form == 'frozen' and examples[0].state is not None: return torch.stack([e.state for e in examples]).to(self.device)
         got = [self.cache.get(e.key, 'query_kv', 'queries') for e in examples]
         prefix, n = policy.cached_prefix([kv for kv, _ in got], self.layers, self.device)
         h = torch.stack([q[[self.place[i] for i in e.names]] for (_, q), e in zip(got, examples)]).to(self.device)
@@ -300,16 +300,19 @@ def origin_rows(
 def try_setting(
     m,   # Material of split temporal
     job, # dict form, lr, origin, rows (of `origin_rows`), seed
-) -> dict: # places, log-loss a window of anchor and policy, their portfolios
+) -> dict: # rows, best_epoch; of anchor and head, a window each: loss_ (nats), items_, hoped_ (the F1 of indication and phase that the probabilities promise)
     "Train on an origin's past and forecast its year."
     b, n = m.block, m.params.items.queries
     train, stop, score = job['rows']; p, forward = m.column('p'), m.column('forward')
     kinds = dict(train=(train, p[train]), stop=(stop, forward[stop]), score=(score, forward[score]))
     for k, (rows, q) in kinds.items():
         if (k, job['origin']) not in m.seen: m.seen[k, job['origin']] = windows_asked(b, rows, q, n, m.keys)
-    (fit, _), (held, _), (out, at) = (m.seen[k, job['origin']] for k in kinds)
+    (fit, _), (held, _), (seen, at) = (m.seen[k, job['origin']] for k in kinds)
     what = f"select {job['form']} {job['lr']} {job['origin']:%Y-%m-%d}"
-    pol, curve, best = train_policy(m, job['form'], fit, np.ones(len(fit)), held, job['lr'], job['seed'], what, out)
-    q = kinds['score'][1]; P = forecasts(pol, out, at, q); cfg = m.params.decoding
-    decoded = {k: baselines.decode(b, score, v, cfg.min_items, cfg.floor)[0] for k, v in dict(anchor=q, head=P).items()}
-    return dict(rows=score, best_epoch=best, loss_anchor=log_loss(q, b.y[score]), loss_head=log_loss(P, b.y[score]), **{f'items_{k}': v for k, v in decoded.items()})
+    pol, curve, best = train_policy(m, job['form'], fit, np.ones(len(fit)), held, job['lr'], job['seed'], what, seen)
+    q = kinds['score'][1]; P = forecasts(pol, seen, at, q); cfg = m.params.decoding
+    out = dict(rows=score, best_epoch=best)
+    for k, v in dict(anchor=q, head=P).items():
+        out |= {f'loss_{k}': log_loss(v, b.y[score]), f'items_{k}': baselines.decode(b, score, v, cfg.min_items, cfg.floor)[0],
+                f'hoped_{k}': np.array([decoding.expected_f1_curve(np.sort(p)[::-1]).max() for p in v])}
+    return out
