@@ -5,19 +5,21 @@
 # %% auto #0
 __all__ = ['LOW', 'HIGH', 'LAG', 'MODELS', 'METHODS', 'calibrator', 'frequency', 'class_prior', 'profiles', 'neighbours',
            'nearest', 'sample_rows', 'undo_sampling', 'design', 'logistic', 'boosting', 'average', 'last_items', 'grid',
-           'pair_f1', 'decode', 'fitted', 'tune', 'run']
+           'pair_f1', 'decode', 'fitted', 'tune', 'run', 'out_of_fold', 'forward', 'open_blocks', 'run_job', 'fit_job']
 
 # %% ../nbs/13_baselines.ipynb #c003
 import itertools
+from functools import lru_cache, partial
 
 import numpy as np
 import pandas as pd
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GroupKFold
 
 from . import core, decoding, gate
-from .features import Block
+from .features import Block, load_block
 
 # %% ../nbs/13_baselines.ipynb #c008
 LOW, HIGH = 1e-4, 0.995 # no forecast is certain
@@ -244,3 +246,56 @@ def run(
     df = decoding.prediction_frame(block.windows.episode_id.iloc[rows], items, probs, scope=scope, split=split, method=method, seed=seed,
                                    decoding='expected_f1' if method in MODELS else 'rule')
     return df, tuned.assign(scope=scope, split=split, method=method)
+
+# %% ../nbs/13_baselines.ipynb #c034
+def _training(windows): return ((windows.part == 'train') & ~windows['empty'].astype(bool)).to_numpy()
+
+def out_of_fold(
+    windows, # of a block
+    folds,   # number of folds
+) -> list: # fits, one a fold
+    "Each training window is predicted once, by a model that has seen nothing of its program."
+    train = np.flatnonzero(_training(windows)); program = windows.program.to_numpy()[train]
+    if (n := len(set(program))) < folds:
+        raise core.DataError(f'{n} training programs do not fill {folds} folds; lower items.folds in params.yaml to {n} or less')
+    return [(train[fit], train[held]) for fit, held in GroupKFold(folds).split(train, groups=program)]
+
+def forward(
+    windows, # of a block of a split by date
+    origins, # dates
+    months,  # length of what is predicted after each origin
+) -> list: # fits, one an origin
+    "Training and validation windows of the months from each origin on, predicted by a model of training windows that had ended."
+    out = []
+    for origin in map(pd.Timestamp, origins):
+        fit = np.flatnonzero(_training(windows) & (windows.window_end <= origin))
+        if not len(fit): raise core.DataError(f'no training window ends by {origin:%Y-%m-%d}; give select.origins in params.yaml a later date')
+        after = (windows.decision_date >= origin) & (windows.decision_date < origin + pd.DateOffset(months=months))
+        out.append((fit, np.flatnonzero(after & (windows.part != 'test'))))
+    if len(every := np.concatenate([rows for _, rows in out] or [[]])) > len(set(every)):
+        raise core.ParamError(f'params.yaml: select.origins are less than {months} months apart, so that windows follow two of them; lower select.months')
+    return out
+
+# %% ../nbs/13_baselines.ipynb #c039
+def open_blocks(
+    folder, # out/features
+): # function: scope, split -> Block
+    "Reader of blocks that holds on to the last one."
+    return lru_cache(1)(partial(load_block, folder))
+
+def run_job(
+    blocks, # of `open_blocks`
+    where,  # scope, split
+    method, **kw, # of `run`
+) -> tuple: # as `run` returns it
+    "`run` for `core.parallel_map`."
+    return run(method, blocks(*where), *where, **kw)
+
+def fit_job(
+    blocks,
+    job, # scope, split, places to fit on, places to predict
+    method, setting, seed=0,
+) -> np.ndarray: # (places to predict, candidates) probabilities
+    "One fit of a method, for `core.parallel_map`."
+    scope, split, fit, rows = job
+    return MODELS[method](blocks(scope, split), fit, setting, seed)(rows)
