@@ -4,20 +4,22 @@
 
 # %% auto #0
 __all__ = ['LOW', 'HIGH', 'LAG', 'MODELS', 'METHODS', 'calibrator', 'frequency', 'class_prior', 'profiles', 'neighbours',
-           'nearest', 'sample_rows', 'undo_sampling', 'design', 'logistic', 'boosting', 'last_items', 'grid', 'pair_f1',
-           'decode', 'fitted', 'tune', 'run']
+           'nearest', 'sample_rows', 'undo_sampling', 'design', 'logistic', 'boosting', 'average', 'last_items', 'grid',
+           'pair_f1', 'decode', 'fitted', 'tune', 'run', 'out_of_fold', 'forward', 'open_blocks', 'run_job', 'fit_job']
 
 # %% ../nbs/13_baselines.ipynb #c003
 import itertools
+from functools import lru_cache, partial
 
 import numpy as np
 import pandas as pd
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GroupKFold
 
 from . import core, decoding, gate
-from .features import Block
+from .features import Block, load_block
 
 # %% ../nbs/13_baselines.ipynb #c008
 LOW, HIGH = 1e-4, 0.995 # no forecast is certain
@@ -31,7 +33,7 @@ def calibrator(
     return lambda s: np.clip(iso.predict(np.ravel(s).astype(float)).reshape(np.shape(s)), LOW, HIGH)
 
 # %% ../nbs/13_baselines.ipynb #c011
-def _who(block): return 'own' if block.windows.episode_id.iloc[0].startswith('sponsor:') else 'any'
+def _own(block): return 'own_' if block.prefix == 'own' else '' # in the names of what other programs did
 
 def frequency(
     block, fit, # features; places to fit on
@@ -39,8 +41,8 @@ def frequency(
     seed=0,
 ): # function: places -> probabilities
     "The program's own pace: decayed count of the pair, calibrated. A little of the field's pace orders the pairs that it never tried."
-    h, own = setting['half_life_months'], 'own_' if _who(block) == 'own' else ''
-    score = block[f'{_who(block)}_pair_{h}'] + setting['prior']*block[f'all_{own}pair_{h}']
+    h = setting['half_life_months']
+    score = block[f'{block.prefix}_pair_{h}'] + setting['prior']*block[f'all_{_own(block)}pair_{h}']
     f = calibrator(score[fit], block.y[fit])
     return lambda rows: f(score[rows])
 
@@ -50,8 +52,7 @@ def class_prior(
     seed=0,
 ): # function: places -> probabilities
     "The class's pace, smoothed towards the field's; the program's own past is not used."
-    own = 'own_' if _who(block) == 'own' else ''; h, kappa = setting['half_life_months'], setting['kappa']
-    n = block['peer_n']
+    own, h, kappa, n = _own(block), setting['half_life_months'], setting['kappa'], block['peer_n']
     score = (n*block[f'peer_{own}pair_{h}'] + kappa*block[f'all_{own}pair_{h}'])/(n + kappa)
     f = calibrator(score[fit], block.y[fit])
     return lambda rows: f(score[rows])
@@ -62,10 +63,9 @@ def profiles(
     h,     # half-life of the counts, months
 ) -> np.ndarray: # (windows, indications + phases), unit length or zero
     "What each program was active in: indications and phases, equally weighted."
-    ind, phase = (block[f'{_who(block)}_{level}_{h}'] for level in ('ind', 'phase'))
-    first = lambda k: [i for i, p in enumerate(block.pairs) if p[k] not in {q[k] for q in block.pairs[:i]}]
     unit = lambda a: a/np.maximum(np.linalg.norm(a, axis=1, keepdims=True), 1e-9)
-    return unit(np.hstack([unit(ind[:, first(0)].astype(float)), unit(phase[:, first(1)].astype(float))]))
+    ind, phase = (block[f'{block.prefix}_{level}_{h}'][:, block.firsts(k)].astype(float) for k, level in enumerate(('ind', 'phase')))
+    return unit(np.hstack([unit(ind), unit(phase)]))
 
 LAG = pd.Timedelta(days=int(gate.RULES.days[gate.RULES.kind == 'registry'].max())) # longest wait until a registered trial is public
 
@@ -149,11 +149,20 @@ def boosting(
 ): # function: places -> probabilities
     "Gradient-boosted trees on the raw features."
     X, y = _flat(block, fit); keep, share = sample_rows(y, setting['negatives'], seed)
-    model = HistGradientBoostingClassifier(early_stopping=False, random_state=seed, **{k: v for k, v in setting.items() if k != 'negatives'})
-    model.fit(X[keep], y[keep])
+    knobs = {k: setting[k] for k in ('learning_rate', 'max_iter', 'max_leaf_nodes', 'min_samples_leaf')}
+    model = HistGradientBoostingClassifier(early_stopping=False, random_state=seed, **knobs).fit(X[keep], y[keep])
     return lambda rows: undo_sampling(model.predict_proba(_flat(block, rows)[0])[:, 1].reshape(len(rows), -1), share)
 
-# %% ../nbs/13_baselines.ipynb #c021
+def average(
+    block, fit,
+    setting, # of both: C, learning_rate, max_iter, max_leaf_nodes, min_samples_leaf, negatives
+    seed=0,
+): # function: places -> probabilities
+    "Mean of the probabilities of the logistic and the boosted classifier."
+    parts = [f(block, fit, setting, seed) for f in (logistic, boosting)]
+    return lambda rows: np.mean([predict(rows) for predict in parts], axis=0)
+
+# %% ../nbs/13_baselines.ipynb #c023
 def last_items(
     block, rows,
     setting, # max_back: windows to look back for one that holds an item
@@ -163,8 +172,8 @@ def last_items(
     return [[tuple(it[f] for f in ('indication', 'phase', 'line', 'regimen')) for it in w.last_items.iloc[i]] if 0 < w.back.iloc[i] <= setting['max_back'] else []
             for i in rows]
 
-# %% ../nbs/13_baselines.ipynb #c023
-MODELS = dict(frequency=frequency, class_prior=class_prior, nearest=nearest, logistic=logistic, boosting=boosting)
+# %% ../nbs/13_baselines.ipynb #c025
+MODELS = dict(frequency=frequency, class_prior=class_prior, nearest=nearest, logistic=logistic, boosting=boosting, average=average)
 METHODS = ('empty', 'last_window', *MODELS)
 
 def grid(
@@ -219,7 +228,7 @@ def tune(
     out = pd.DataFrame(rows)
     return out.assign(best=np.arange(len(out)) == out.val_indication_phase_f1.argmax()), best
 
-# %% ../nbs/13_baselines.ipynb #c026
+# %% ../nbs/13_baselines.ipynb #c028
 def run(
     method, block, scope, split,
     section,  # params.baselines.<method> as a dict
@@ -237,3 +246,56 @@ def run(
     df = decoding.prediction_frame(block.windows.episode_id.iloc[rows], items, probs, scope=scope, split=split, method=method, seed=seed,
                                    decoding='expected_f1' if method in MODELS else 'rule')
     return df, tuned.assign(scope=scope, split=split, method=method)
+
+# %% ../nbs/13_baselines.ipynb #c034
+def _training(windows): return ((windows.part == 'train') & ~windows['empty'].astype(bool)).to_numpy()
+
+def out_of_fold(
+    windows, # of a block
+    folds,   # number of folds
+) -> list: # fits, one a fold
+    "Each training window is predicted once, by a model that has seen nothing of its program."
+    train = np.flatnonzero(_training(windows)); program = windows.program.to_numpy()[train]
+    if (n := len(set(program))) < folds:
+        raise core.DataError(f'{n} training programs do not fill {folds} folds; lower items.folds in params.yaml to {n} or less')
+    return [(train[fit], train[held]) for fit, held in GroupKFold(folds).split(train, groups=program)]
+
+def forward(
+    windows, # of a block of a split by date
+    origins, # dates
+    months,  # length of what is predicted after each origin
+) -> list: # fits, one an origin
+    "Training and validation windows of the months from each origin on, predicted by a model of training windows that had ended."
+    out = []
+    for origin in map(pd.Timestamp, origins):
+        fit = np.flatnonzero(_training(windows) & (windows.window_end <= origin))
+        if not len(fit): raise core.DataError(f'no training window ends by {origin:%Y-%m-%d}; give select.origins in params.yaml a later date')
+        after = (windows.decision_date >= origin) & (windows.decision_date < origin + pd.DateOffset(months=months))
+        out.append((fit, np.flatnonzero(after & (windows.part != 'test'))))
+    if len(every := np.concatenate([rows for _, rows in out] or [[]])) > len(set(every)):
+        raise core.ParamError(f'params.yaml: select.origins are less than {months} months apart, so that windows follow two of them; lower select.months')
+    return out
+
+# %% ../nbs/13_baselines.ipynb #c039
+def open_blocks(
+    folder, # out/features
+): # function: scope, split -> Block
+    "Reader of blocks that holds on to the last one."
+    return lru_cache(1)(partial(load_block, folder))
+
+def run_job(
+    blocks, # of `open_blocks`
+    where,  # scope, split
+    method, **kw, # of `run`
+) -> tuple: # as `run` returns it
+    "`run` for `core.parallel_map`."
+    return run(method, blocks(*where), *where, **kw)
+
+def fit_job(
+    blocks,
+    job, # scope, split, places to fit on, places to predict
+    method, setting, seed=0,
+) -> np.ndarray: # (places to predict, candidates) probabilities
+    "One fit of a method, for `core.parallel_map`."
+    scope, split, fit, rows = job
+    return MODELS[method](blocks(scope, split), fit, setting, seed)(rows)

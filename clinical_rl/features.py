@@ -60,24 +60,28 @@ class Past:
     tested: dict            # arrays drug, nct_id, ind, months: indications of every trial, of those without a phase too
     leads: dict             # drug -> [(nct_id, lead sponsor at t)] of trials that the own sponsor leads
     approvals: dict         # arrays drug, ind (-1 = not coded), months, fast (accelerated by the FDA), full (its others); own products
-    filings: pd.DataFrame   # sponsor -> rd, revenue (USD a year), their log growth against a year before, cash
+    filings: dict           # sponsor -> dict of rd, revenue (USD a year), rd_growth, revenue_growth (log, a year before), cash
     spending: dict          # drug -> (USD a year, log growth)
     incidence: np.ndarray   # new US cases a year by indication, NaN where there is no statistic
     incidence_growth: np.ndarray # log growth of it over five years
 
 # %% ../nbs/07_features.ipynb #c012
+def _age(t, dates): return (t - dates).dt.days.to_numpy(float)/MONTH # months since each date
+
 def _items(trials, t, window_months):
-    x = trials[trials.usable][['drug', 'nct_id', 'own', 'indications', 'phase', 'line', 'regimen', 'event_date']].explode('indications')
+    x = trials[trials.usable][['drug', 'nct_id', 'own', 'indications', 'phase', 'line', 'regimen', 'event_date']]
+    x = x.explode('indications')
     pair = x.indications.map(_IND).to_numpy(int)*N_PH + x.phase.map(_PH).to_numpy(int)
     edges = pd.DatetimeIndex([t - pd.DateOffset(months=window_months*k) for k in range(60, -1, -1)]) # ascending, last is t
-    back = len(edges) - edges.searchsorted(pd.DatetimeIndex(x.event_date), side='left')              # t-6 < d <= t -> 1
+    back = len(edges) - edges.searchsorted(pd.DatetimeIndex(x.event_date), side='left') # t-6 < d <= t -> 1
     return dict(drug=x.drug.to_numpy(object), nct_id=x.nct_id.to_numpy(object), own=x.own.to_numpy(bool), pair=pair,
-                lr=np.array([_LR[k] for k in zip(x.line, x.regimen)], int), months=(t - x.event_date).dt.days.to_numpy(float)/MONTH, back=np.asarray(back, int))
+                lr=np.array([_LR[k] for k in zip(x.line, x.regimen)], int), months=_age(t, x.event_date),
+                back=np.asarray(back, int))
 
 def _tested(trials, t): # what was tested at all: a trial needs no phase for that
     x = trials[['drug', 'nct_id', 'indications', 'event_date']].explode('indications').dropna(subset='indications')
     return dict(drug=x.drug.to_numpy(object), nct_id=x.nct_id.to_numpy(object), ind=x.indications.map(_IND).to_numpy(int),
-                months=(t - x.event_date).dt.days.to_numpy(float)/MONTH)
+                months=_age(t, x.event_date))
 
 def _leads(trials, lead, t): # a compilation shows today's name: those of own trials go under the name of who held the program then
     own = trials[trials.own]; out, name = {}, {}
@@ -92,7 +96,7 @@ def _approvals(a, t):
     a = a.assign(ind=a.indications.str.split('|')).explode('ind')
     fda, fast = (a.agency == 'FDA').to_numpy(), a.designations.str.contains('accelerated_approval').fillna(False).to_numpy(bool)
     return dict(drug=a.drug.to_numpy(object), ind=a.ind.map(_IND).fillna(-1).to_numpy(int), fast=fda & fast, full=fda & ~fast,
-                months=(t - a.event_date).dt.days.to_numpy(float)/MONTH)
+                months=_age(t, a.event_date))
 
 _FORM_MONTHS = {'10-K': 12, '20-F': 12, '10-KT': 12, '10-Q': 3} # period of the revenue
 
@@ -107,7 +111,8 @@ def _filings(f): # each figure from the last report that holds it
     rd, rd_growth = _latest(f, f.rd_expense_usd*12/f.rd_months.where(f.rd_months > 0))
     revenue, revenue_growth = _latest(f, f.revenue_usd*12/f.form.astype(object).map(_FORM_MONTHS))
     cash, _ = _latest(f, f.cash_usd)
-    return pd.DataFrame(dict(rd=rd, rd_growth=rd_growth, revenue=revenue, revenue_growth=revenue_growth, cash=cash))
+    table = pd.DataFrame(dict(rd=rd, rd_growth=rd_growth, revenue=revenue, revenue_growth=revenue_growth, cash=cash))
+    return table.to_dict('index')
 
 def _spending(u): # drug -> latest spending over the programmes and its growth; each programme has its own latest year
     u = u[~u.biosimilar.astype(bool) & u.total_spending_usd.gt(0)].groupby(['drug', 'program', 'year']).total_spending_usd.sum()
@@ -135,8 +140,7 @@ def open_past(
 
 # %% ../nbs/07_features.ipynb #c017
 def places(names, order): # number of each name in `order`, -1 where it is not there
-    at = {n: i for i, n in enumerate(order)}
-    return np.array([at.get(n, -1) for n in names], int)
+    return pd.Index(order, dtype=object).get_indexer(names)
 
 def take(items, keep): return {k: v[keep] for k, v in items.items()} # rows of a dict of arrays
 
@@ -364,11 +368,11 @@ def _approvals_of(past, names, w, member, starts): # starts (programs, indicatio
 
 def _filed(past, drug, gone): # of several sponsors the largest figure
     sponsors = {holder_at(drug, past.t)} | {s for n, s in past.leads.get(drug, []) if n not in gone}
-    f = past.filings.loc[sorted(sponsors & set(past.filings.index))]; out = {}
+    told, out = [past.filings[s] for s in sorted(sponsors) if s in past.filings], {}
     for c in ('rd', 'revenue', 'cash'):
-        here = bool((f[c] > 0).any())
-        out |= {f'{c}_log': np.log10(f[c].max()) if here else 0.0, f'{c}_missing': not here}
-        if c != 'cash': out[f'{c}_growth'] = np.clip(np.nan_to_num(f[f'{c}_growth'][f[c].idxmax()]), -1, 1) if here else 0.0
+        best = max((f for f in told if f[c] > 0), key=lambda f: f[c], default=None)
+        out |= {f'{c}_log': np.log10(best[c]) if best else 0.0, f'{c}_missing': best is None}
+        if c != 'cash': out[f'{c}_growth'] = np.clip(np.nan_to_num(best[f'{c}_growth']), -1, 1) if best else 0.0
     return out
 
 def _spent(past, drug):
@@ -382,7 +386,7 @@ def _disease(past):
     return {k: v[None, :, None] for k, v in a.items()}
 
 # %% ../nbs/07_features.ipynb #c028
-def _keep(items, gone): return take(items, np.array([n not in gone for n in items['nct_id']], bool)) if gone else items
+def _keep(items, gone): return take(items, ~pd.Index(items['nct_id'], dtype=object).isin(gone)) if gone else items
 
 def date_features(
     past,       # Past of the date
@@ -505,6 +509,13 @@ class Block:
     def rows(self, part, empty=True): # numbers of the part's windows
         "Places of the windows of a part; without empty ones where `empty` is False."
         return np.flatnonzero((self.windows.part == part) & (empty | ~self.windows['empty'].astype(bool)))
+    @property
+    def prefix(self): # 'own' or 'any'
+        "Which counts are those of the scope: trials of the own sponsor, or of any."
+        return 'own' if self.windows.episode_id.iloc[0].startswith('sponsor:') else 'any'
+    def firsts(self, k): # k: 0 = indication, 1 = phase; list of places
+        "The first candidate of each indication or phase: where a feature is the same for all its candidates, these are enough."
+        return list({p[k]: i for i, p in reversed(list(enumerate(self.pairs)))}.values())[::-1]
     def filled(self, i): # candidate items of window i with line and regimen
         "Candidates of a window with their most likely line and regimen."
         return [(*p, *LINE_REGIMEN[k]) for p, k in zip(self.pairs, self.lr[i])]
@@ -518,10 +529,10 @@ def as_block(
     if n*c != len(table) or list(table.episode_id[::c].astype(str)) != list(windows.episode_id):
         raise core.DataError('features do not fit their windows; make both again with `dvc repro features`')
     names = [k for k in table.columns if k not in ('episode_id', 'indication', 'phase', 'y', 'lr')]
-    cut = lambda k: table[k].to_numpy().reshape(n, c)
-    X = np.empty((n, c, len(names)), np.float32)
-    for j, k in enumerate(names): X[:, :, j] = cut(k)
-    return Block(windows.reset_index(drop=True), list(zip(table.indication[:c].astype(str), table.phase[:c].astype(str))), names, X, cut('y'), cut('lr'))
+    pairs = list(zip(table.indication[:c].astype(str), table.phase[:c].astype(str)))
+    X = np.ascontiguousarray(table[names].to_numpy(np.float32)).reshape(n, c, len(names))
+    y, lr = (table[k].to_numpy().reshape(n, c) for k in ('y', 'lr'))
+    return Block(windows.reset_index(drop=True), pairs, names, X, y, lr)
 
 def load_block(
     folder, # out/features

@@ -1,4 +1,6 @@
 "What is too slow or too rough for the notebooks: leakage of features and baselines on the real tables, broken prediction files."
+import dataclasses
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -81,9 +83,41 @@ def test_held_out_program_leaves_no_trace(world, scope):
     assert np.array_equal(a.X[:, :, other], b.X[:, :, other])  # nor the priors of held-out windows
     mine = np.flatnonzero(a.windows.program == drugs[0])
     for c in ('any_rate', 'approved_n', 'spend_log'): assert not np.array_equal(a[c][mine], b[c][mine]), c  # its own past does change
-    for m, setting in [('class_prior', dict(half_life_months=18, kappa=1)), ('frequency', dict(half_life_months=18, prior=0.1)), ('logistic', dict(C=0.01, negatives=0.5))]:
-        P, Q = (baselines.MODELS[m](x, train, setting)(train) for x in (a, b))
-        assert np.array_equal(P, Q), m
+    held = b.windows.program == drugs[0]  # and canaries in all that is known of its windows
+    b = dataclasses.replace(b, windows=b.windows.assign(back=b.windows.back.mask(held, 0)), X=b.X.copy(), y=b.y.copy())
+    b.X[mine], b.y[mine] = 1e6, 9
+    trees = dict(learning_rate=0.1, max_iter=5, max_leaf_nodes=4, min_samples_leaf=5, negatives=0.5)
+    settings = dict(empty={}, last_window=dict(max_back=4), frequency=dict(half_life_months=18, prior=0.1), class_prior=dict(half_life_months=18, kappa=1),
+                    nearest=dict(k=5, half_life_months=18, shrink=1), logistic=dict(C=0.01, negatives=0.5), boosting=trees, average=dict(C=0.01, **trees))
+    for m in baselines.METHODS:
+        section = {k: [v] for k, v in settings[m].items()}
+        P, Q = (baselines.run(m, x, scope, 'drug', section)[0].set_index('episode_id') for x in (a, b))
+        other = [e for e in P.index if e not in set(a.windows.episode_id[mine])]
+        assert len(other) and P.loc[other].to_dict() == Q.loc[other].to_dict(), m
+        assert m == 'empty' or P.to_dict() != Q.to_dict(), m  # the test can fail
+    for fit, rows in [*baselines.out_of_fold(a.windows, 3), (train, np.flatnonzero(a.windows.program != drugs[0]))]:
+        P, Q = (baselines.average(x, fit, settings['average'])(rows) for x in (a, b))
+        assert np.array_equal(P, Q)
+
+
+def test_anchor_knows_nothing_of_its_program(world):
+    "Out of fold, and after an origin, labels of the own program and of later windows change no probability."
+    p, r, wins, programs = world
+    wins = wins[(wins.scope == 'landscape') & (wins.decision_date >= '2014-02-01') & (wins.decision_date <= '2018-02-01')].reset_index(drop=True)
+    none = pd.DataFrame(columns=['scope', 'split', 'part', 'nct_id'])
+    splits = wins[['scope', 'episode_id', 'program', 'decision_date']].assign(split='temporal', part=np.where(wins.decision_date < '2017-02-01', 'train', 'val'))
+    pasts = {t: features.open_past(r, t) for t in wins.decision_date.unique()}
+    block = features.as_block(*features.build(pasts, wins, splits, none, programs, 'landscape', 'temporal', H))
+    setting = dict(C=0.01, learning_rate=0.1, max_iter=5, max_leaf_nodes=4, min_samples_leaf=5, negatives=0.5)
+    w, origin = block.windows, pd.Timestamp('2016-02-01')
+    folds = [(fit, rows, w.program.isin(w.program[rows])) for fit, rows in baselines.out_of_fold(w, 4)]
+    assert sorted(np.concatenate([rows for _, rows, _ in folds])) == block.rows('train').tolist()
+    for fit, rows, secret in folds + [(*baselines.forward(w, [origin], 12)[0], w.window_end > origin)]:
+        told = {}
+        for name, change in dict(no=[], secret=np.flatnonzero(secret), known=fit).items():
+            y = block.y.copy(); y[change] = 1 - (y[change] > 0)
+            told[name] = baselines.average(dataclasses.replace(block, y=y), fit, setting)(rows)
+        assert len(rows) and np.array_equal(told['no'], told['secret']) and not np.array_equal(told['no'], told['known'])
 
 
 def test_neighbours_are_public(world):
