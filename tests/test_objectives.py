@@ -1,4 +1,5 @@
 "What the objectives claim, on the simulator with few histories; and the errors that a run may meet on the way."
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -16,10 +17,10 @@ QUICK = dict(hidden=32, lr=1e-2, polyak=.05, steps=700)
 
 def shares(world, skills, arms, seeds, **how):
     "Share of the best worth: a row a seed, a column an arm."
-    return pd.DataFrame([sim.repetition(world, skills, arms, s, **how)[0].set_index('arm').share_of_best for s in range(seeds)])
+    return pd.DataFrame([t.set_index('arm').share_of_best for t, _, _ in sim.repetitions(world, skills, arms, range(seeds), **how)])
 
 @cache
-def judged(): return sim.repetition(LATE, MIXED, STEEP, 0, iql=QUICK)
+def judged(): return sim.repetitions(LATE, MIXED, STEEP, [0], iql=QUICK)[0]
 
 # --- claims ------------------------------------------------------------------------------------------------------------
 
@@ -44,7 +45,7 @@ def test_lr_bc_beats_rw_bc_where_late_outcomes_are_censored(share):
 def test_lr_bc_gains_nothing_where_all_is_known_or_where_the_past_misleads():
     s = shares(EARLY, MIXED, PLAIN, 3)
     assert (s.lr_bc - s.rw_bc).mean() < .01
-    s = shares(EARLY, MIXED, PLAIN, 3, horizon=12, turn=13, target=sim.replace(EARLY, promise=EARLY.promise[::-1]))
+    s = shares(EARLY, MIXED, PLAIN, 3, horizon=12, turn=13, target=replace(EARLY, promise=EARLY.promise[::-1]))
     assert (s.lr_bc - s.rw_bc).mean() < 0
 
 def test_iql_beats_equally_steep_rw_bc_where_credit_is_late():
@@ -71,7 +72,7 @@ def test_censored_rewards_are_no_zeros_for_any_objective():
     open_ = w[windows.reward.isna()]
     assert len(open_) > 100 and np.ptp(open_) < 1e-9 and open_[0] > w[windows.reward.to_numpy() < 0].max()
     windows, items = (sim.observe(t, 12) for t in sim.history(LATE, MIXED, 300, 0))
-    full, zeros = (sim.judge(w, .99, **QUICK)[1] for w in (windows, windows.fillna({'reward': 0.})))
+    full, zeros = (q for _, q in sim.judge([windows, windows.fillna({'reward': 0.})], [0, 0], .99, **QUICK))
     assert sim.learned_q(full).max() > sim.learned_q(zeros).max() + .5
 
 # --- a run's errors ----------------------------------------------------------------------------------------------------
@@ -109,11 +110,11 @@ def test_missing_column_is_named():
 def test_exploding_q_learning_stops_with_its_step():
     windows, _ = (sim.observe(t, 0) for t in sim.history(LATE, MIXED, 60, 0))
     with pytest.raises(DataError, match=r'iql: loss \S+ at step \d+; lower lr'):
-        sim.judge(windows, .99, lr=1e6, steps=300, hidden=32)
+        sim.judge([windows], [0], .99, lr=1e6, steps=300, hidden=32)
 
 def test_same_seed_same_numbers():
     windows, _ = (sim.observe(t, 6) for t in sim.history(LATE, MIXED, 60, 0))
-    a, b, c = (sim.judge(windows, .99, seed=s, steps=30, hidden=16)[0].advantage for s in (1, 1, 2))
+    a, b, c = (sim.judge([windows], [s], .99, steps=30, hidden=16)[0][0].advantage for s in (1, 1, 2))
     assert (a == b).all() and (a != c).any()
 
 def test_transitions_keep_empty_windows_and_tell_an_end_from_a_cut():
