@@ -23,7 +23,8 @@ def window_states(
     half_life, # months, of the counts
 ) -> np.ndarray: # (windows, ds) float32
     "What is known of each program as a whole."
-    whole = (block.X == block.X[:, :1]).all((0, 1)) # features that do not differ between candidates
+    train = block.X[block.rows('train', empty=False)] # held-out windows have no say in what belongs to a state
+    whole = (train == train[:, :1]).all((0, 1)) # features that do not differ between candidates
     counts = [np.log1p(block[f'{block.prefix}_{level}_{half_life}'][:, block.firsts(k)]) for k, level in enumerate(('ind', 'phase'))]
     return np.hstack([np.sign(x := block.X[:, 0, whole])*np.log1p(np.abs(x)), *counts]).astype(np.float32)
 
