@@ -125,10 +125,9 @@ class ItemPolicy:
         self.model.eval()
         return np.concatenate([torch.sigmoid(self.logits(examples[i:i+batch])).cpu().numpy() for i in range(0, len(examples), batch)])
 
-    def save(self, folder, base): # -> number of trained numbers; `base`: what the adapter belongs to
+    def save(self, folder, base): # `base`: what the adapter belongs to
         core.atomic_write(Path(folder)/'head.safetensors', lambda tmp: save_file({k: v.cpu().contiguous() for k, v in self.head.state_dict().items()}, tmp))
         if self.form == 'items': policy.save_adapter(self.base, folder, base)
-        return sum(p.numel() for m in self.model for p in m.parameters() if p.requires_grad)
 
 # %% ../nbs/13b_items.ipynb #c018
 def windows_asked(
@@ -234,8 +233,7 @@ def train_policy(
     rest=(), # other windows that will be forecast
 ) -> tuple: # ItemPolicy, curve, best epoch: of `training.fit`
     "Train one policy."
-    for name, xs in dict(training=train, validation=val).items():
-        if not xs: raise core.DataError(f'{what}: no {name} window; check the split in params.yaml and out/splits/splits.parquet')
+    training.check_examples(train, weights, val)
     pol = make_policy(m, form, seed, train, [*val, *rest])
     cfg = core.TrainParams(**m.params.items.train.model_dump(), lr=lr)
     settings = m.params.model_dump_json(include={'lora', 'items', 'base_model', 'threads', 'decoding'})

@@ -429,9 +429,7 @@ class Policy:
         states, cols = self.grammar.walk(target)
         return Example(episode_id, list(prompt), list(target), states, cols, key)
 
-    def save(self, folder, base): # -> number of trained numbers; `base`: what the adapter belongs to
-        save_adapter(self.model, folder, base)
-        return sum(v.numel() for v in adapter_state(self.model).values())
+    def save(self, folder, base): save_adapter(self.model, folder, base)
 
     def _logits(self, h, states): # h (..., hidden), states (...): logits over grammar tokens, -inf where not allowed
         h = self.base.model.norm(h).float()

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['PORTFOLIOS', 'STATES', 'START', 'FEATURES', 'ARMS', 'World', 'code', 'dynamics', 'best_q', 'greedy', 'worth',
-           'sponsor', 'behaviour', 'history', 'observe', 'clone', 'distance', 'predict', 'judge', 'repetition',
+           'sponsor', 'behaviour', 'history', 'observe', 'clone', 'distance', 'predict', 'judge', 'repetitions',
            'expectile_q', 'exact_tables', 'counted_tables', 'learned_q', 'agreement', 'draw']
 
 # %% ../nbs/10c_simulator.ipynb #c003
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -31,10 +32,14 @@ class World:
     close: float = 0.1            # chance that the program ends after a half-year
     discount: float = 0.99        # of a half-year
 
+    def __post_init__(self): # lists would keep it from being a key: each world is solved once
+        for name in ('pay', 'promise'): object.__setattr__(self, name, tuple(getattr(self, name)))
+
 def code(z, stages): # (n,), (n, 2) -> row of STATES
     "Number of a state."
     return z*9 + stages[..., 0]*3 + stages[..., 1]
 
+@cache
 def dynamics(
     world, # World
 ) -> tuple: # R (18, 4): mean reward; P (18, 4, 18): chance of each next state, given that the program goes on
@@ -46,9 +51,11 @@ def dynamics(
             for moved in itertools.product((0, 1), repeat=len(where)):
                 y = np.array(x); y[list(where)] += np.array(moved, int)
                 P[i, j, code(z, y % 3)] += np.prod([world.advance if m else 1 - world.advance for m in moved])
+    R.flags.writeable = P.flags.writeable = False
     return R, P
 
 # %% ../nbs/10c_simulator.ipynb #c008
+@cache
 def best_q(
     world, # World
 ) -> np.ndarray: # (18, 4)
@@ -56,7 +63,7 @@ def best_q(
     R, P = dynamics(world); g = world.discount*(1 - world.close); Q = R
     while True:
         new = R + g*P @ Q.max(1)
-        if np.abs(new - Q).max() < 1e-10: return new
+        if np.abs(new - Q).max() < 1e-10: new.flags.writeable = False; return new
         Q = new
 
 def greedy(
@@ -178,36 +185,35 @@ def predict(
     return windows.assign(predicted=predicted.to_numpy()), items.join(fit)
 
 def judge(
-    windows,        # of `observe`
-    discount,       # of a half-year
-    seed=0, **how,  # of value.fit_iql
-) -> tuple: # windows with `advantage`; value.ImplicitQ
+    histories,  # tables of windows, of `observe`
+    seeds,      # one a history
+    discount,   # of a half-year
+    **how,      # of value.fit_iqls
+) -> list: # (windows with `advantage`, value.ImplicitQ) of each history
     "Let Q-learning judge every window."
-    moves = value.transitions(windows)
-    S, A = np.eye(18, dtype=np.float32)[windows.state], np.eye(4, dtype=np.float32)[windows.action]
-    q = value.fit_iql(S, A, windows.reward, value.next_states(S, moves), moves.done, moves.steps, discount=discount,
-                      seed=seed, **how)
-    return windows.assign(advantage=q.advantage(S, A)), q
+    S, A = np.eye(18, dtype=np.float32), np.eye(4, dtype=np.float32)
+    return value.judge([(w, S[w.state], A[w.action]) for w in histories], seeds, discount=discount, **how)
 
-def repetition(
+def repetitions(
     world,        # World
     skills,       # of the two kinds of sponsor
     arms,         # name -> (objective, settings of its weights)
-    seed,
+    seeds,        # one a history
     programs=400, horizon=0, share=(0.5, 0.5), half_years=24, turn=None,
     target=None,  # World in which policies are judged; default: the one that made the history
-    iql=None,     # settings of value.fit_iql
-) -> tuple: # table (arm, worth, share_of_best, effective, censored), windows with all columns, ImplicitQ or None
-    "Make a history, weigh it by each objective, clone, and look up what the policies are truly worth."
-    windows, items = (observe(t, horizon, half_years) for t in history(world, skills, programs, seed, share, half_years, turn))
-    names, q = {o for o, _ in arms.values()}, None
-    if 'lr_bc' in names: windows, _ = predict(windows, items, seed)
-    if 'iql' in names: windows, q = judge(windows, world.discount, seed, **(iql or {}))
-    target = target or world; best, rows = worth(target, greedy(best_q(target))), []
-    for arm, (objective, settings) in arms.items():
-        w = objectives.OBJECTIVES[objective](windows, **settings); v = worth(target, clone(windows, w))
-        rows.append(dict(arm=arm, worth=v, share_of_best=v/best, effective=objectives.describe(w)['share']))
-    return pd.DataFrame(rows).assign(censored=windows.reward.isna().mean()), windows, q
+    iql=None,     # settings of value.fit_iqls
+) -> list: # of each history: table (arm, worth, share_of_best, effective, censored), windows with all columns, ImplicitQ or None
+    "Make histories, weigh them by each objective, clone, and look up what the policies are truly worth."
+    made = [[observe(t, horizon, half_years) for t in history(world, skills, programs, s, share, half_years, turn)] for s in seeds]
+    names, windows, qs = {o for o, _ in arms.values()}, [w for w, _ in made], [None]*len(made)
+    if 'lr_bc' in names: windows = [predict(w, items, s)[0] for w, (_, items), s in zip(windows, made, seeds)]
+    if 'iql' in names: windows, qs = zip(*judge(windows, seeds, world.discount, **(iql or {})))
+    target = target or world; best = worth(target, greedy(best_q(target)))
+    def table(w): # a row an arm
+        for arm, (objective, settings) in arms.items():
+            weights = objectives.OBJECTIVES[objective](w, **settings); v = worth(target, clone(w, weights))
+            yield dict(arm=arm, worth=v, share_of_best=v/best, effective=objectives.describe(weights)['share'])
+    return [(pd.DataFrame(table(w)).assign(censored=w.reward.isna().mean()), w, q) for w, q in zip(windows, qs)]
 
 # %% ../nbs/10c_simulator.ipynb #c031
 def expectile_q(

@@ -4,16 +4,12 @@
 
 # %% auto #0
 __all__ = ['regressor', 'cross_fit', 'window_mean', 'deciles', 'calibration', 'transitions', 'next_states', 'expectile_loss',
-           'bellman_target', 'mlp', 'Twin', 'ImplicitQ', 'fit_iql']
+           'bellman_target', 'networks', 'forward', 'ImplicitQ', 'fit_iqls', 'fit_iql', 'judge']
 
 # %% ../nbs/10b_value.ipynb #c003
-import copy
-
 import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from .core import DataError
 
@@ -143,9 +139,9 @@ def next_states(
 def expectile_loss(
     u,   # min Q' - V
     tau, # expectile; 0.5 = mean
-): # scalar
+): # mean over the last axis
     "Squared error that weighs positive u by tau and negative by 1 - tau."
-    return ((tau - (u < 0).float()).abs()*u**2).mean()
+    return ((tau - (u < 0).float()).abs()*u**2).mean(-1)
 
 def bellman_target(
     r, v_next, # reward; value of the next state
@@ -155,45 +151,63 @@ def bellman_target(
     "Reward now plus discounted value of what follows."
     return r + discount*(1 - done)*v_next
 
-def mlp(
-    inputs, # width of the input
-    hidden, # width of the two hidden layers
-) -> nn.Module: # (n, inputs) -> (n, 1)
-    "Two hidden layers."
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+def networks(
+    shape,      # how many stand side by side: () for one, (2, 10) for twins of ten fits
+    inputs,     # width of the input
+    hidden,     # width of the two hidden layers
+    generators, # of random numbers, one for each place on the last axis of shape
+) -> list: # (weight, bias) of each of three layers: (*shape, a, b), (*shape, 1, b)
+    "Networks of two hidden layers."
+    def draw(a, *size): # uniform on +-1/sqrt(a), the usual start of a linear layer; a fit in company starts as it does alone
+        x = torch.stack([torch.rand(*shape[:-1], *size, generator=g) for g in generators], len(shape) - 1)
+        return ((2*x - 1)/a**.5).requires_grad_()
+    return [(draw(a, a, b), draw(a, 1, b)) for a, b in ((inputs, hidden), (hidden, hidden), (hidden, 1))]
 
-class Twin(nn.Module):
-    "Two Q networks side by side."
-    def __init__(self, inputs, hidden):
-        super().__init__(); self.nets = nn.ModuleList([mlp(inputs, hidden) for _ in range(2)])
-    def forward(self, x): return torch.cat([net(x) for net in self.nets], 1) # (n, 2)
+def forward(
+    layers, # of `networks`
+    x,      # (..., n, inputs)
+) -> torch.Tensor: # (*shape, n)
+    "What networks say of each row, in one matrix product a layer for all of them."
+    for i, (w, b) in enumerate(layers): x = (x.relu() if i else x) @ w + b
+    return x[..., 0]
 
 # %% ../nbs/10b_value.ipynb #c022
 class ImplicitQ:
-    "Networks fitted by `fit_iql`, applied to arrays."
+    "Networks fitted by `fit_iqls`, applied to arrays."
     def __init__(self, q, v, scale, curve): self.networks, self.scale, self.curve = (q, v), scale, curve
 
     def _apply(self, net, *arrays):
         x = np.concatenate([np.asarray(a, np.float32) for a in arrays], 1)
         mean, sd = (s[:x.shape[1]] for s in self.scale)
-        with torch.no_grad(): return net(torch.as_tensor((x - mean)/sd)).numpy().astype(float)
+        return forward(net, torch.as_tensor((x - mean)/sd)).numpy().astype(float)
 
     def q(self, S, A) -> np.ndarray: # the smaller of the two slow Q
         "Worth of an action in a state."
-        return self._apply(self.networks[0], S, A).min(1)
+        return self._apply(self.networks[0], S, A).min(0)
     def v(self, S) -> np.ndarray:
         "Worth of a state."
-        return self._apply(self.networks[1], S)[:, 0]
+        return self._apply(self.networks[1], S)
     def advantage(self, S, A) -> np.ndarray: # min Q - V, for objectives.iql
         "How much better than usual an action is."
         return self.q(S, A) - self.v(S)
 
-def fit_iql(
-    S, A,            # (n, ds), (n, da): representations of state and portfolio
-    r,               # (n,): reward; NaN = censored
-    S_next,          # (n, ds): state that follows; NaN where unknown
-    done,            # (n,): the program ended after this window
-    half_years=1,    # (n,) or one number: time until S_next
+# %% ../nbs/10b_value.ipynb #c023
+def _tensors(S, A, r, S_next, done, half_years, discount): # one history, checked and standardised; its scale
+    S, A, r, S_next = (np.asarray(x, np.float32) for x in (S, A, r, S_next))
+    X = np.concatenate([S, A], 1); done = np.asarray(done, bool); ds = S.shape[1]
+    _check_rows(X, r, 'iql', 'encode them anew')
+    if (bad := np.isnan(X).any(1)).any():
+        raise DataError(f'iql: representation of row {bad.argmax()} is not a number; encode it anew')
+    known = ~np.isnan(r) & (done | ~np.isnan(S_next).any(1))
+    if not known.any(): raise DataError('iql: no window with both an observed reward and a known next window; use a larger split')
+    mean, sd = scale = X.mean(0), np.maximum(X.std(0), 1e-6)
+    gamma = np.broadcast_to(np.float32(discount)**np.asarray(half_years, np.float32), len(r))
+    columns = (X - mean)/sd, np.nan_to_num((S_next - mean[:ds])/sd[:ds]), np.nan_to_num(r), done, known, gamma
+    return [torch.as_tensor(np.array(c, np.float32)) for c in columns], scale
+
+def fit_iqls(
+    histories,       # tuples (S, A, r, S_next, done, half_years) as `fit_iql` takes them, of the same widths
+    seeds,           # one a history
     tau=0.7,         # expectile of V
     discount=0.99,   # a half-year
     polyak=0.005,    # share of Q that goes into its slow copy each step
@@ -201,38 +215,53 @@ def fit_iql(
     hidden=256,      # width of the two hidden layers
     batch=256,       # windows a step
     steps=4000,
+) -> list: # ImplicitQ of each history
+    "Twin Q, V and slow copies by implicit Q-learning, for all histories side by side: small networks cost hardly more in company."
+    made, scales = zip(*(_tensors(*h, discount) for h in histories))
+    x, s_next, r, done, known, gamma = map(torch.cat, zip(*made)); ds, k = s_next.shape[1], len(made)
+    g = [torch.Generator().manual_seed(s % 2**63) for s in seeds]
+    q, v = networks((2, k), x.shape[1], hidden, g), networks((k,), ds, hidden, g)
+    start = np.cumsum([0, *(len(m[0]) for m in made)]); size = min(batch, min(np.diff(start)))
+    rows = torch.stack([a + torch.randint(b - a, (steps, size), generator=i) for a, b, i in zip(start, start[1:], g)], 1)
+    fast = [p for layer in q for p in layer]; behind = [p.detach().clone() for p in fast]; slow = list(zip(behind[::2], behind[1::2]))
+    opt = torch.optim.Adam([*fast, *(p for layer in v for p in layer)], lr=lr, fused=True); curves = []
+    for step, i in enumerate(rows): # i: a batch of each history, (k, size)
+        with torch.no_grad():
+            best = forward(slow, x[i]).min(0).values
+            target = bellman_target(r[i], forward(v, s_next[i]), done[i], gamma[i])
+        v_loss = expectile_loss(best - forward(v, x[i, :ds]), tau)
+        q_loss = (known[i]*(forward(q, x[i]) - target)**2).sum((0, 2))/known[i].sum(1).clamp(min=1)
+        loss = v_loss + q_loss # of different numbers: targets carry no gradient
+        if not torch.isfinite(loss).all():
+            raise DataError(f'iql: loss {loss.max().item():.4g} at step {step}; lower lr, or check the scale of rewards and '
+                            'representations')
+        opt.zero_grad(set_to_none=True); loss.sum().backward(); opt.step()
+        with torch.no_grad(): torch._foreach_lerp_(behind, fast, polyak)
+        if step % 50 == 0 or step == steps - 1: curves.append((step, v_loss.detach(), q_loss.detach()))
+    own = lambda net, j: [(w[..., j, :, :].detach(), b[..., j, :, :].detach()) for w, b in net]
+    curve = lambda j: pd.DataFrame([(t, a[j].item(), b[j].item()) for t, a, b in curves], columns=['step', 'v_loss', 'q_loss'])
+    return [ImplicitQ(own(slow, j), own(v, j), scales[j], curve(j)) for j in range(k)]
+
+def fit_iql(
+    S, A,          # (n, ds), (n, da): representations of state and portfolio
+    r,             # (n,): reward; NaN = censored
+    S_next,        # (n, ds): state that follows; NaN where unknown
+    done,          # (n,): the program ended after this window
+    half_years=1,  # (n,) or one number: time until S_next
     seed=0,
+    **how,         # settings of `fit_iqls`
 ) -> ImplicitQ:
-    "Twin Q, V and slow copies by implicit Q-learning."
-    S, A, r, S_next = (np.asarray(x, np.float32) for x in (S, A, r, S_next))
-    X = np.concatenate([S, A], 1); done = np.asarray(done, bool)
-    _check_rows(X, r, 'iql', 'encode them anew')
-    if (bad := np.isnan(X).any(1)).any():
-        raise DataError(f'iql: representation of row {bad.argmax()} is not a number; encode it anew')
-    known = ~np.isnan(r) & (done | ~np.isnan(S_next).any(1))
-    if not known.any(): raise DataError('iql: no window with both an observed reward and a known next window; use a larger split')
-    scale = X.mean(0), np.maximum(X.std(0), 1e-6)
-    x = torch.as_tensor((X - scale[0])/scale[1]); ds = S.shape[1]
-    s_next = torch.as_tensor(np.nan_to_num((S_next - scale[0][:ds])/scale[1][:ds]))
-    r, done, known = (torch.as_tensor(np.nan_to_num(v).astype(np.float32)) for v in (r, done, known))
-    gamma = torch.as_tensor(np.broadcast_to(np.float32(discount)**np.asarray(half_years, np.float32), len(r)).copy())
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        q, v = Twin(x.shape[1], hidden), mlp(ds, hidden)
-        slow = copy.deepcopy(q).requires_grad_(False)
-        opt = torch.optim.Adam([*q.parameters(), *v.parameters()], lr=lr, fused=True); curve = []
-        fast, behind = list(q.parameters()), list(slow.parameters())
-        for step in range(steps):
-            i = torch.randint(len(x), (min(batch, len(x)),))
-            with torch.no_grad():
-                best, target = slow(x[i]).min(1).values, bellman_target(r[i], v(s_next[i])[:, 0], done[i], gamma[i])
-            v_loss = expectile_loss(best - v(x[i, :ds])[:, 0], tau)
-            q_loss = (known[i, None]*(q(x[i]) - target[:, None])**2).sum()/known[i].sum().clamp(min=1)
-            loss = v_loss + q_loss # of different numbers: targets carry no gradient
-            if not torch.isfinite(loss):
-                raise DataError(f'iql: loss {loss.item():.4g} at step {step}; lower lr, or check the scale of rewards and '
-                                'representations')
-            opt.zero_grad(set_to_none=True); loss.backward(); opt.step()
-            with torch.no_grad(): torch._foreach_lerp_(behind, fast, polyak)
-            if step % 50 == 0 or step == steps - 1: curve.append((step, v_loss.item(), q_loss.item()))
-    return ImplicitQ(slow, v, scale, pd.DataFrame(curve, columns=['step', 'v_loss', 'q_loss']))
+    "One history alone."
+    return fit_iqls([(S, A, r, S_next, done, half_years)], [seed], **how)[0]
+
+# %% ../nbs/10b_value.ipynb #c032
+def judge(
+    histories, # (windows, S, A): windows as `transitions` takes them, with reward (NaN = censored), and their representations
+    seeds,     # one a history
+    ends=True, # a program that is seen no more has ended
+    **how,     # settings of `fit_iqls`
+) -> list: # (windows with advantage, ImplicitQ) of each history
+    "How much better than usual each portfolio is, by Q-learning."
+    moves = [transitions(w) for w, _, _ in histories]
+    fits = fit_iqls([(S, A, w.reward, next_states(S, m), m.done & ends, m.steps) for (w, S, A), m in zip(histories, moves)], seeds, **how)
+    return [(w.assign(advantage=q.advantage(S, A)), q) for (w, S, A), q in zip(histories, fits)]

@@ -12,7 +12,7 @@ import pandas as pd
 from .core import DataError
 from .features import INDS
 from .objectives import OBJECTIVES
-from .value import cross_fit, fit_iql, next_states, transitions, window_mean
+from .value import cross_fit, judge, window_mean
 from .vocab import LINES, PHASES, REGIMENS
 
 # %% ../nbs/10d_weights.ipynb #c006
@@ -23,10 +23,9 @@ def window_states(
     half_life, # months, of the counts
 ) -> np.ndarray: # (windows, ds) float32
     "What is known of each program as a whole."
-    who = 'own' if block.windows.episode_id.iloc[0].startswith('sponsor:') else 'any'
-    whole = (block.X == block.X[:, :1]).all((0, 1)) # features that do not differ between candidates
-    first = lambda k: [i for i, p in enumerate(block.pairs) if p[k] not in {q[k] for q in block.pairs[:i]}]
-    counts = [np.log1p(block[f'{who}_{level}_{half_life}'][:, first(k)]) for k, level in enumerate(('ind', 'phase'))]
+    train = block.X[block.rows('train', empty=False)] # held-out windows have no say in what belongs to a state
+    whole = (train == train[:, :1]).all((0, 1)) # features that do not differ between candidates
+    counts = [np.log1p(block[f'{block.prefix}_{level}_{half_life}'][:, block.firsts(k)]) for k, level in enumerate(('ind', 'phase'))]
     return np.hstack([np.sign(x := block.X[:, 0, whole])*np.log1p(np.abs(x)), *counts]).astype(np.float32)
 
 def portfolio_counts(
@@ -66,9 +65,9 @@ def assess(
     program = items.episode_id.map(w.set_index('episode_id').program)
     items = items.assign(predicted=cross_fit(item_rows(block, items), items.reward, program, cfg.folds, cfg.model, seed).predicted)
     w['predicted'] = w.episode_id.map(window_mean(items.episode_id, items.predicted))
-    S, A, moves = window_states(block, half_life)[rows], portfolio_counts(w['items']), transitions(w)
-    q = fit_iql(S, A, w.reward, next_states(S, moves), np.zeros(len(w), bool), moves.steps, seed=seed, **cfg.iql.model_dump())
-    return w.drop(columns='items').assign(advantage=q.advantage(S, A)), items, q.curve
+    history = w.drop(columns='items'), window_states(block, half_life)[rows], portfolio_counts(w['items'])
+    (w, q), = judge([history], [seed], ends=False, **cfg.iql.model_dump())
+    return w, items, q.curve
 
 def weigh(
     windows, # of `assess`

@@ -1,11 +1,13 @@
 "What the objectives claim, on the simulator with few histories; and the errors that a run may meet on the way."
+from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace as NS
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from clinical_rl import simulator as sim, value
+from clinical_rl import episodes, features, records as rec, rewards, simulator as sim, splits, value, weights
 from clinical_rl.core import DataError, load_params
 from clinical_rl.objectives import OBJECTIVES, describe
 
@@ -16,10 +18,10 @@ QUICK = dict(hidden=32, lr=1e-2, polyak=.05, steps=700)
 
 def shares(world, skills, arms, seeds, **how):
     "Share of the best worth: a row a seed, a column an arm."
-    return pd.DataFrame([sim.repetition(world, skills, arms, s, **how)[0].set_index('arm').share_of_best for s in range(seeds)])
+    return pd.DataFrame([t.set_index('arm').share_of_best for t, _, _ in sim.repetitions(world, skills, arms, range(seeds), **how)])
 
 @cache
-def judged(): return sim.repetition(LATE, MIXED, STEEP, 0, iql=QUICK)
+def judged(): return sim.repetitions(LATE, MIXED, STEEP, [0], iql=QUICK)[0]
 
 # --- claims ------------------------------------------------------------------------------------------------------------
 
@@ -44,7 +46,7 @@ def test_lr_bc_beats_rw_bc_where_late_outcomes_are_censored(share):
 def test_lr_bc_gains_nothing_where_all_is_known_or_where_the_past_misleads():
     s = shares(EARLY, MIXED, PLAIN, 3)
     assert (s.lr_bc - s.rw_bc).mean() < .01
-    s = shares(EARLY, MIXED, PLAIN, 3, horizon=12, turn=13, target=sim.replace(EARLY, promise=EARLY.promise[::-1]))
+    s = shares(EARLY, MIXED, PLAIN, 3, horizon=12, turn=13, target=replace(EARLY, promise=EARLY.promise[::-1]))
     assert (s.lr_bc - s.rw_bc).mean() < 0
 
 def test_iql_beats_equally_steep_rw_bc_where_credit_is_late():
@@ -71,7 +73,7 @@ def test_censored_rewards_are_no_zeros_for_any_objective():
     open_ = w[windows.reward.isna()]
     assert len(open_) > 100 and np.ptp(open_) < 1e-9 and open_[0] > w[windows.reward.to_numpy() < 0].max()
     windows, items = (sim.observe(t, 12) for t in sim.history(LATE, MIXED, 300, 0))
-    full, zeros = (sim.judge(w, .99, **QUICK)[1] for w in (windows, windows.fillna({'reward': 0.})))
+    full, zeros = (q for _, q in sim.judge([windows, windows.fillna({'reward': 0.})], [0, 0], .99, **QUICK))
     assert sim.learned_q(full).max() > sim.learned_q(zeros).max() + .5
 
 # --- a run's errors ----------------------------------------------------------------------------------------------------
@@ -109,11 +111,11 @@ def test_missing_column_is_named():
 def test_exploding_q_learning_stops_with_its_step():
     windows, _ = (sim.observe(t, 0) for t in sim.history(LATE, MIXED, 60, 0))
     with pytest.raises(DataError, match=r'iql: loss \S+ at step \d+; lower lr'):
-        sim.judge(windows, .99, lr=1e6, steps=300, hidden=32)
+        sim.judge([windows], [0], .99, lr=1e6, steps=300, hidden=32)
 
 def test_same_seed_same_numbers():
     windows, _ = (sim.observe(t, 6) for t in sim.history(LATE, MIXED, 60, 0))
-    a, b, c = (sim.judge(windows, .99, seed=s, steps=30, hidden=16)[0].advantage for s in (1, 1, 2))
+    a, b, c = (sim.judge([windows], [s], .99, steps=30, hidden=16)[0][0].advantage for s in (1, 1, 2))
     assert (a == b).all() and (a != c).any()
 
 def test_transitions_keep_empty_windows_and_tell_an_end_from_a_cut():
@@ -130,3 +132,78 @@ def test_every_program_censored_but_one_is_an_error():
     with pytest.raises(DataError, match=f'only program {one}'): sim.predict(windows, alone)
 
 def test_the_simulator_has_ten_seeds_or_more(): assert load_params().simulator.seeds >= 10
+
+# --- what is held out or comes later reaches no weight -----------------------------------------------------------------
+
+DRUGS = ['abemaciclib', 'apalutamide', 'dabrafenib', 'ibrutinib', 'ipilimumab', 'lenalidomide', 'nivolumab', 'olaparib', 'osimertinib', 'palbociclib',
+         'pembrolizumab', 'venetoclax']
+CUT = pd.Timestamp(load_params().splits.temporal.train_before)
+
+def small(seed=0, n=400):
+    "A dozen programs, one class, with random trials and rows of every kind; a tenth of the trials belong to two programs."
+    rng, ex = np.random.default_rng(seed), rec.example()
+    pick = lambda xs, m: [xs[i] for i in rng.integers(0, len(xs), m)]
+    def many(df, m, **cols):
+        day = pd.Timestamp('2014-01-01') + pd.to_timedelta(rng.integers(0, 11*365, m), unit='D')
+        return pd.concat([df]*m, ignore_index=True).assign(record_id=[f'{df.kind[0]}:{i}' for i in range(m)], event_date=day,
+                                                           public_date=day + pd.to_timedelta(rng.integers(1, 200, m), unit='D'), **cols)
+    drugs = ['|'.join(sorted({a, b if x < .1 else a})) for a, b, x in zip(pick(DRUGS, n), pick(DRUGS, n), rng.random(n))]
+    reg = many(ex.registry, n, nct_id=[f'NCT{i:08d}' for i in range(n)], drugs=drugs, own=drugs, sponsor_known=True, usable=True, regimen='single',
+               lead_sponsor=[d.split('|')[0].upper() for d in drugs], indications=pick(['NSCLC', 'MELANOMA|RCC', 'SCLC', 'BREAST'], n),
+               phase_code=pick(['1', '2', '3'], n), line=pick(['first', 'later'], n), status=pick(['TERMINATED', 'COMPLETED'], n))
+    reg['completion_date'], reg['vintage'] = (reg.event_date + pd.Timedelta(days=d) for d in (600, 1500))
+    named = lambda df, m, **cols: many(df, m, drug=pick(DRUGS, m), **cols)
+    return ex.replace(registry=reg, approvals=named(ex.approvals, 60, indications=pick(['NSCLC', 'RCC', 'BREAST'], 60)),
+                      filings=many(ex.filings, 60, company=pick([d.upper() for d in DRUGS], 60)), utilization=named(ex.utilization, 60),
+                      epidemiology=many(ex.epidemiology, 20), programs=pd.concat([ex.programs.assign(drug=d, synonyms=d[:4]) for d in DRUGS], ignore_index=True))
+
+def weighed(records, split):
+    "All that the weights of a split are made of, from the records on: training windows, rewards, and what `weights` makes of them."
+    p = load_params()
+    w = pd.concat(episodes.windows(records, p, DRUGS)[:2], ignore_index=True)
+    table, gone = splits.make_splits(w, records.programs, records.registry, p.splits.model_copy(update=dict(names=[split])), p.seed)
+    train = splits.apply(w, table, gone, 'landscape', split, 'train')
+    train = train[~train['empty']]
+    items, reward = rewards.compute(train, records, p.rewards, rewards.as_of_dates(p)[split], fit=train.episode_id, exclude=splits.excluded_ids(gone, 'landscape', split, 'train'))
+    pasts = {t: features.open_past(records, t) for t in sorted(w.decision_date[w.scope == 'landscape'].unique())}
+    block = features.as_block(*features.build(pasts, w, table, gone, records.programs[['drug', 'drug_class']], 'landscape', split, p.features.half_lives_months))
+    cfg = p.weights.model_copy(update=dict(iql=p.weights.iql.model_copy(update=dict(hidden=16, steps=60))))
+    judged, scored, curve = weights.assess(block, items, reward, cfg, 18, p.seed)
+    return NS(windows=weights.weigh(judged, cfg), items=scored, reward=reward, curve=curve, held=set(table.program[table.part != 'train']))
+
+def differ(a, b):
+    "Names of the tables that are not the same in both, to the last bit."
+    return [k for k in ('windows', 'items', 'reward', 'curve') if not getattr(a, k).equals(getattr(b, k))]
+
+@cache
+def whole(split): return weighed(small(), split)
+
+def plant(records, programs):
+    "Everything about some programs replaced: other outcomes, approvals early and everywhere, a thousand trials more of one kind, other figures."
+    rng, only = np.random.default_rng(1), lambda d: set(d.split('|')) <= programs
+    reg, a, f, u = (getattr(records, k).copy() for k in ('registry', 'approvals', 'filings', 'utilization'))
+    of = reg.drugs.map(only)
+    any_of = reg.drugs.map(lambda d: bool(set(d.split('|')) & programs))        # shared trials, too: training gave them up
+    reg.loc[any_of, ['indications', 'phase_code', 'line', 'status']] = ['HCC', '4', 'maintenance', 'WITHDRAWN']
+    reg.loc[of, 'lead_sponsor'] = 'CANARY'
+    more = reg[of].sample(1000, replace=True, random_state=1)
+    day = pd.Timestamp('2014-01-01') + pd.to_timedelta(rng.integers(0, 11*365, 1000), unit='D')
+    more = more.assign(nct_id=[f'NCT9{i:07d}' for i in range(1000)], record_id=[f'c:{i}' for i in range(1000)], event_date=day, public_date=day)
+    a.loc[a.drug.isin(programs), ['indications', 'designations']] = ['HCC|NSCLC|RCC', 'priority']
+    a.loc[a.drug.isin(programs), ['event_date', 'public_date']] = pd.Timestamp('2014-02-02')
+    f.loc[f.company.str.lower().isin(programs), 'rd_expense_usd'] = 1e15
+    u.loc[u.drug.isin(programs), 'total_spending_usd'] = 1e15
+    return records.replace(registry=pd.concat([reg, more], ignore_index=True), approvals=a, filings=f, utilization=u)
+
+def test_records_and_outcomes_of_held_out_programs_reach_no_weight():
+    base = whole('drug')
+    assert len(base.windows) > 100 and 2 <= len(base.held) <= 6 and base.windows.reward.notna().any()
+    assert differ(base, weighed(plant(small(), base.held), 'drug')) == []
+    assert 'windows' in differ(base, weighed(plant(small(), {next(d for d in DRUGS if d not in base.held)}), 'drug')) # the test can fail
+
+def test_what_comes_after_as_of_reaches_no_weight_of_a_split_by_date():
+    base, records = whole('temporal'), small()
+    assert len(base.windows) > 100 and base.windows.reward.isna().any() and base.windows.reward.notna().any()
+    cut = lambda day: rewards.before(records.replace(**{k: df[df.public_date <= day] for k, df in records.items()}), day)
+    assert differ(base, weighed(cut(CUT), 'temporal')) == []
+    assert 'windows' in differ(base, weighed(cut(CUT - pd.DateOffset(months=30)), 'temporal')) # the test can fail
