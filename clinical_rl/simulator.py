@@ -204,7 +204,8 @@ def repetitions(
     iql=None,     # settings of value.fit_iqls
 ) -> list: # of each history: table (arm, worth, share_of_best, effective, censored), windows with all columns, ImplicitQ or None
     "Make histories, weigh them by each objective, clone, and look up what the policies are truly worth."
-    made = [[observe(t, horizon, half_years) for t in history(world, skills, programs, s, share, half_years, turn)] for s in seeds]
+    made = [[observe(t, horizon, half_years) for t in history(world, skills, programs, s, share, half_years, turn)]
+            for s in seeds]
     names, windows, qs = {o for o, _ in arms.values()}, [w for w, _ in made], [None]*len(made)
     if 'lr_bc' in names: windows = [predict(w, items, s)[0] for w, (_, items), s in zip(windows, made, seeds)]
     if 'iql' in names: windows, qs = zip(*judge(windows, seeds, world.discount, **(iql or {})))

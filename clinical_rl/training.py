@@ -86,7 +86,8 @@ def load_checkpoint(folder): # the state, or None where there is none
     path = Path(folder)/'last.pt'
     if not path.exists(): return None
     try: return torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as e: raise core.DataError(f'{path} is damaged ({str(e).splitlines()[0][:80]}); delete it and run again') from None
+    except Exception as e:
+        raise core.DataError(f'{path} is damaged ({str(e).splitlines()[0][:80]}); delete it and run again') from None
 
 # %% ../nbs/11_training.ipynb #c017
 def check_examples(
@@ -99,12 +100,17 @@ def check_examples(
     if not len(train): raise core.DataError(f'training: no training window; {where}')
     if not len(val): raise core.DataError(f'training: no validation window to choose the epoch by; {where}')
     w = np.asarray(weights, float)
-    if len(w) != len(train): raise core.DataError(f'training: {len(train)} training windows but {len(w)} weights; run `dvc repro weights`')
+    if len(w) != len(train):
+        raise core.DataError(f'training: {len(train)} training windows but {len(w)} weights; run `dvc repro weights`')
     if (bad := ~np.isfinite(w) | (w < 0)).any():
-        raise core.DataError(f'training: the weight of window {train[int(bad.argmax())].episode_id} is {w[bad.argmax()]}; run `dvc repro weights`')
-    if not w.any(): raise core.DataError(f'training: the weights of all {len(w)} training windows are 0; raise weights.temperature in params.yaml or use bc')
+        i = int(bad.argmax())
+        raise core.DataError(f'training: the weight of window {train[i].episode_id} is {w[i]}; run `dvc repro weights`')
+    if not w.any():
+        raise core.DataError(f'training: the weights of all {len(w)} training windows are 0; raise weights.temperature '
+                             'in params.yaml or use bc')
     if len(w) > 1 and len({np.asarray(e.target).tobytes() for e in train}) == 1:
-        raise core.DataError(f'training: all {len(w)} training windows have the same target, there is nothing to learn; use a larger split')
+        raise core.DataError(f'training: all {len(w)} training windows have the same target, there is nothing to learn; '
+                             'use a larger split')
 
 # %% ../nbs/11_training.ipynb #c020
 def fit(
@@ -128,7 +134,8 @@ def fit(
         with torch.no_grad():
             for n, p in params.items(): p.copy_(numbers[n])
     snapshot = lambda: {n: p.detach().cpu().clone() for n, p in params.items()}
-    random = lambda: dict(rng=torch.get_rng_state(), cuda_rng=torch.cuda.get_rng_state() if cuda else torch.empty(0, dtype=torch.uint8))
+    def random(): # state of the generators
+        return dict(rng=torch.get_rng_state(), cuda_rng=torch.cuda.get_rng_state() if cuda else torch.empty(0, dtype=torch.uint8))
     if state := load_checkpoint(folder):
         put(state['adapter']); opt.load_state_dict(state['optimiser']); torch.set_rng_state(state['rng'])
         if cuda and len(state['cuda_rng']): torch.cuda.set_rng_state(state['cuda_rng'])
@@ -137,7 +144,8 @@ def fit(
     def keep(drawn): save_checkpoint({**state, 'adapter': snapshot(), 'optimiser': opt.state_dict(), **drawn}, folder)
     def stop(what, examples):
         kept = f'the checkpoint in {folder} is kept' if (Path(folder)/'last.pt').exists() else 'there is no checkpoint yet'
-        raise core.DataError(f'{what} at step {step} (epoch {epoch}, batch {b}; windows {", ".join(e.episode_id for e in examples)}); {kept}; '
+        raise core.DataError(f'{what} at step {step} (epoch {epoch}, batch {b}; windows '
+                             f'{", ".join(e.episode_id for e in examples)}); {kept}; '
                              'lower train.lr (items form: select.lr) in params.yaml or check these windows')
 
     steps = range(start, len(order))
@@ -151,10 +159,12 @@ def fit(
         loss = step_loss(policy, batch, np.asarray(weights)[idx], backward=True)
         norm = float(torch.nn.utils.clip_grad_norm_(params.values(), cfg.clip))
         first = np.mean([r['loss'] for r in state['curve'][:10]]) if len(state['curve']) >= 10 else math.inf
-        if not (math.isfinite(loss) and math.isfinite(norm)) or loss > 5*first: stop(f'loss {loss:.4g}, gradient norm {norm:.4g}', batch)
+        if not (math.isfinite(loss) and math.isfinite(norm)) or loss > 5*first:
+            stop(f'loss {loss:.4g}, gradient norm {norm:.4g}', batch)
         if step > start and (step % cfg.checkpoint_every == 0 or b == 0): keep(drawn)
         opt.step()
-        state['curve'].append(dict(step=step, epoch=epoch, lr=opt.param_groups[0]['lr'], loss=loss, grad_norm=norm, val_loss=math.nan))
+        state['curve'].append(dict(step=step, epoch=epoch, lr=opt.param_groups[0]['lr'], loss=loss, grad_norm=norm,
+                                   val_loss=math.nan))
         state['step'] = step + 1
         if b == per_epoch - 1:
             policy.model.eval()
@@ -180,7 +190,8 @@ def save_run(
     folder = Path(folder); w = np.asarray(weights, float)
     val = curve.dropna(subset='val_loss')
     meta = dict(meta, n_train=len(w), effective_sample_size=round(effective_sample_size(w), 3), best_epoch=int(best),
-                epochs_run=int(curve.epoch.max() + 1), steps=len(curve), val_loss=round(float(val.val_loss[val.epoch == best].iloc[0]), 6),
+                epochs_run=int(curve.epoch.max() + 1), steps=len(curve),
+                val_loss=round(float(val.val_loss[val.epoch == best].iloc[0]), 6),
                 parameters=sum(p.numel() for p in policy.model.parameters() if p.requires_grad))
     policy.save(folder, meta['base'])
     core.write_csv(curve.round(6), folder/'curve.csv')
@@ -188,12 +199,13 @@ def save_run(
     core.write_json(meta, folder/'meta.json')
     does, unit = ('writes', 'a token') if meta['form'] == 'text' else ('scores', 'an entry of the target')
     card = [f"# Policy {meta['split']}-{meta['objective']}-{meta['form']}-{meta['seed']}", '',
-            f"Form {meta['form']}, base model {meta['base']}: reads what was public about an oncology drug program on a decision date and {does} the "
-            f"trials that start in the next six months. Scope {meta['scope']}, split {meta['split']}, objective {meta['objective']}.", '',
+            f"Form {meta['form']}, base model {meta['base']}: reads what was public about an oncology drug program on a decision "
+            f"date and {does} the trials that start in the next six months. Scope {meta['scope']}, split {meta['split']}, "
+            f"objective {meta['objective']}.", '',
             f"- {meta['n_train']} training windows, effective sample size {meta['effective_sample_size']:.0f}",
             f"- validation loss {meta['val_loss']:.4f} nats {unit}, best epoch {best + 1} of {meta['epochs_run']}",
             f"- {meta['parameters']:,} trained numbers; settings in meta.json", '',
-            'For research on clinical development; all programs it learned from were approved in the end, so it describes programs that succeed. '
-            'It is no advice on patients, trials or investments.']
+            'For research on clinical development; all programs it learned from were approved in the end, so it describes '
+            'programs that succeed. It is no advice on patients, trials or investments.']
     core.atomic_write(folder/'README.md', lambda tmp: tmp.write_text('\n'.join(card) + '\n'))
     return meta

@@ -216,14 +216,15 @@ def fit_iqls(
     batch=256,       # windows a step
     steps=4000,
 ) -> list: # ImplicitQ of each history
-    "Twin Q, V and slow copies by implicit Q-learning, for all histories side by side: small networks cost hardly more in company."
+    "Twin Q, V and slow copies by implicit Q-learning, for all histories side by side."
     made, scales = zip(*(_tensors(*h, discount) for h in histories))
     x, s_next, r, done, known, gamma = map(torch.cat, zip(*made)); ds, k = s_next.shape[1], len(made)
     g = [torch.Generator().manual_seed(s % 2**63) for s in seeds]
     q, v = networks((2, k), x.shape[1], hidden, g), networks((k,), ds, hidden, g)
     start = np.cumsum([0, *(len(m[0]) for m in made)]); size = min(batch, min(np.diff(start)))
     rows = torch.stack([a + torch.randint(b - a, (steps, size), generator=i) for a, b, i in zip(start, start[1:], g)], 1)
-    fast = [p for layer in q for p in layer]; behind = [p.detach().clone() for p in fast]; slow = list(zip(behind[::2], behind[1::2]))
+    fast = [p for layer in q for p in layer]; behind = [p.detach().clone() for p in fast]
+    slow = list(zip(behind[::2], behind[1::2]))
     opt = torch.optim.Adam([*fast, *(p for layer in v for p in layer)], lr=lr, fused=True); curves = []
     for step, i in enumerate(rows): # i: a batch of each history, (k, size)
         with torch.no_grad():
@@ -263,5 +264,6 @@ def judge(
 ) -> list: # (windows with advantage, ImplicitQ) of each history
     "How much better than usual each portfolio is, by Q-learning."
     moves = [transitions(w) for w, _, _ in histories]
-    fits = fit_iqls([(S, A, w.reward, next_states(S, m), m.done & ends, m.steps) for (w, S, A), m in zip(histories, moves)], seeds, **how)
+    fits = fit_iqls([(S, A, w.reward, next_states(S, m), m.done & ends, m.steps) for (w, S, A), m in zip(histories, moves)],
+                    seeds, **how)
     return [(w.assign(advantage=q.advantage(S, A)), q) for (w, S, A), q in zip(histories, fits)]

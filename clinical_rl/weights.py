@@ -25,7 +25,8 @@ def window_states(
     "What is known of each program as a whole."
     train = block.X[block.rows('train', empty=False)] # held-out windows have no say in what belongs to a state
     whole = (train == train[:, :1]).all((0, 1)) # features that do not differ between candidates
-    counts = [np.log1p(block[f'{block.prefix}_{level}_{half_life}'][:, block.firsts(k)]) for k, level in enumerate(('ind', 'phase'))]
+    counts = [np.log1p(block[f'{block.prefix}_{level}_{half_life}'][:, block.firsts(k)])
+              for k, level in enumerate(('ind', 'phase'))]
     return np.hstack([np.sign(x := block.X[:, 0, whole])*np.log1p(np.abs(x)), *counts]).astype(np.float32)
 
 def portfolio_counts(
@@ -47,8 +48,10 @@ def item_rows(
     window = pd.Index(block.windows.episode_id).get_indexer(items.episode_id)
     pair = pd.MultiIndex.from_tuples(block.pairs).get_indexer(pd.MultiIndex.from_frame(items[['indication', 'phase']]))
     if len(lost := np.flatnonzero((window < 0) | (pair < 0))):
-        raise DataError(f'features lack {items.indication.iloc[lost[0]]} {items.phase.iloc[lost[0]]} of window {items.episode_id.iloc[lost[0]]}; run `dvc repro features`')
-    return np.hstack([block.X[window, pair], *((items[[f]].to_numpy() == np.array(FIELDS[f])).astype(np.float32) for f in ('line', 'regimen'))])
+        it = items.iloc[lost[0]]
+        raise DataError(f'features lack {it.indication} {it.phase} of window {it.episode_id}; run `dvc repro features`')
+    flags = [(items[[f]].to_numpy() == np.array(FIELDS[f])).astype(np.float32) for f in ('line', 'regimen')]
+    return np.hstack([block.X[window, pair], *flags])
 
 def assess(
     block,     # features.Block of a scope and split
@@ -57,13 +60,15 @@ def assess(
     cfg,       # params.weights
     half_life, # months, of the counts in a state
     seed=0,
-) -> tuple: # windows (episode_id, program, decision_date, reward, observed_share, predicted, advantage), items with predicted, curve of the Q-learning
+) -> tuple: # windows (episode_id, program, decision_date, reward, observed_share, predicted, advantage), items (predicted), curve
     "Predicted reward and advantage of every training window."
     w = block.windows.iloc[(rows := block.rows('train', empty=False))].reset_index(drop=True)
-    w = w[['episode_id', 'program', 'decision_date', 'items']].merge(rewards[['episode_id', 'reward', 'observed_share']], on='episode_id', how='left', validate='1:1')
+    w = w[['episode_id', 'program', 'decision_date', 'items']].merge(rewards[['episode_id', 'reward', 'observed_share']],
+          on='episode_id', how='left', validate='1:1')
     items = items.reset_index(drop=True)
     program = items.episode_id.map(w.set_index('episode_id').program)
-    items = items.assign(predicted=cross_fit(item_rows(block, items), items.reward, program, cfg.folds, cfg.model, seed).predicted)
+    model = cross_fit(item_rows(block, items), items.reward, program, cfg.folds, cfg.model, seed)
+    items = items.assign(predicted=model.predicted)
     w['predicted'] = w.episode_id.map(window_mean(items.episode_id, items.predicted))
     history = w.drop(columns='items'), window_states(block, half_life)[rows], portfolio_counts(w['items'])
     (w, q), = judge([history], [seed], ends=False, **cfg.iql.model_dump())

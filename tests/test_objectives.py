@@ -18,7 +18,8 @@ QUICK = dict(hidden=32, lr=1e-2, polyak=.05, steps=700)
 
 def shares(world, skills, arms, seeds, **how):
     "Share of the best worth: a row a seed, a column an arm."
-    return pd.DataFrame([t.set_index('arm').share_of_best for t, _, _ in sim.repetitions(world, skills, arms, range(seeds), **how)])
+    return pd.DataFrame([t.set_index('arm').share_of_best
+                         for t, _, _ in sim.repetitions(world, skills, arms, range(seeds), **how)])
 
 @cache
 def judged(): return sim.repetitions(LATE, MIXED, STEEP, [0], iql=QUICK)[0]
@@ -135,7 +136,8 @@ def test_the_simulator_has_ten_seeds_or_more(): assert load_params().simulator.s
 
 # --- what is held out or comes later reaches no weight -----------------------------------------------------------------
 
-DRUGS = ['abemaciclib', 'apalutamide', 'dabrafenib', 'ibrutinib', 'ipilimumab', 'lenalidomide', 'nivolumab', 'olaparib', 'osimertinib', 'palbociclib',
+DRUGS = ['abemaciclib', 'apalutamide', 'dabrafenib', 'ibrutinib', 'ipilimumab', 'lenalidomide', 'nivolumab',
+         'olaparib', 'osimertinib', 'palbociclib',
          'pembrolizumab', 'venetoclax']
 CUT = pd.Timestamp(load_params().splits.temporal.train_before)
 
@@ -145,31 +147,39 @@ def small(seed=0, n=400):
     pick = lambda xs, m: [xs[i] for i in rng.integers(0, len(xs), m)]
     def many(df, m, **cols):
         day = pd.Timestamp('2014-01-01') + pd.to_timedelta(rng.integers(0, 11*365, m), unit='D')
+        public = day + pd.to_timedelta(rng.integers(1, 200, m), unit='D')
         return pd.concat([df]*m, ignore_index=True).assign(record_id=[f'{df.kind[0]}:{i}' for i in range(m)], event_date=day,
-                                                           public_date=day + pd.to_timedelta(rng.integers(1, 200, m), unit='D'), **cols)
+                                                           public_date=public, **cols)
     drugs = ['|'.join(sorted({a, b if x < .1 else a})) for a, b, x in zip(pick(DRUGS, n), pick(DRUGS, n), rng.random(n))]
-    reg = many(ex.registry, n, nct_id=[f'NCT{i:08d}' for i in range(n)], drugs=drugs, own=drugs, sponsor_known=True, usable=True, regimen='single',
-               lead_sponsor=[d.split('|')[0].upper() for d in drugs], indications=pick(['NSCLC', 'MELANOMA|RCC', 'SCLC', 'BREAST'], n),
+    reg = many(ex.registry, n, nct_id=[f'NCT{i:08d}' for i in range(n)], drugs=drugs, own=drugs,
+               sponsor_known=True, usable=True, regimen='single',
+               lead_sponsor=[d.split('|')[0].upper() for d in drugs],
+               indications=pick(['NSCLC', 'MELANOMA|RCC', 'SCLC', 'BREAST'], n),
                phase_code=pick(['1', '2', '3'], n), line=pick(['first', 'later'], n), status=pick(['TERMINATED', 'COMPLETED'], n))
     reg['completion_date'], reg['vintage'] = (reg.event_date + pd.Timedelta(days=d) for d in (600, 1500))
     named = lambda df, m, **cols: many(df, m, drug=pick(DRUGS, m), **cols)
     return ex.replace(registry=reg, approvals=named(ex.approvals, 60, indications=pick(['NSCLC', 'RCC', 'BREAST'], 60)),
-                      filings=many(ex.filings, 60, company=pick([d.upper() for d in DRUGS], 60)), utilization=named(ex.utilization, 60),
-                      epidemiology=many(ex.epidemiology, 20), programs=pd.concat([ex.programs.assign(drug=d, synonyms=d[:4]) for d in DRUGS], ignore_index=True))
+                      filings=many(ex.filings, 60, company=pick([d.upper() for d in DRUGS], 60)),
+                      utilization=named(ex.utilization, 60), epidemiology=many(ex.epidemiology, 20),
+                      programs=pd.concat([ex.programs.assign(drug=d, synonyms=d[:4]) for d in DRUGS], ignore_index=True))
 
 def weighed(records, split):
-    "All that the weights of a split are made of, from the records on: training windows, rewards, and what `weights` makes of them."
+    "What the weights of a split are made of, from the records on."
     p = load_params()
     w = pd.concat(episodes.windows(records, p, DRUGS)[:2], ignore_index=True)
-    table, gone = splits.make_splits(w, records.programs, records.registry, p.splits.model_copy(update=dict(names=[split])), p.seed)
+    only = p.splits.model_copy(update=dict(names=[split]))
+    table, gone = splits.make_splits(w, records.programs, records.registry, only, p.seed)
     train = splits.apply(w, table, gone, 'landscape', split, 'train')
     train = train[~train['empty']]
-    items, reward = rewards.compute(train, records, p.rewards, rewards.as_of_dates(p)[split], fit=train.episode_id, exclude=splits.excluded_ids(gone, 'landscape', split, 'train'))
+    items, reward = rewards.compute(train, records, p.rewards, rewards.as_of_dates(p)[split],
+                                    fit=train.episode_id, exclude=splits.excluded_ids(gone, 'landscape', split, 'train'))
     pasts = {t: features.open_past(records, t) for t in sorted(w.decision_date[w.scope == 'landscape'].unique())}
-    block = features.as_block(*features.build(pasts, w, table, gone, records.programs[['drug', 'drug_class']], 'landscape', split, p.features.half_lives_months))
+    block = features.as_block(*features.build(pasts, w, table, gone, records.programs[['drug', 'drug_class']],
+                                               'landscape', split, p.features.half_lives_months))
     cfg = p.weights.model_copy(update=dict(iql=p.weights.iql.model_copy(update=dict(hidden=16, steps=60))))
     judged, scored, curve = weights.assess(block, items, reward, cfg, 18, p.seed)
-    return NS(windows=weights.weigh(judged, cfg), items=scored, reward=reward, curve=curve, held=set(table.program[table.part != 'train']))
+    return NS(windows=weights.weigh(judged, cfg), items=scored, reward=reward, curve=curve,
+              held=set(table.program[table.part != 'train']))
 
 def differ(a, b):
     "Names of the tables that are not the same in both, to the last bit."
@@ -179,7 +189,7 @@ def differ(a, b):
 def whole(split): return weighed(small(), split)
 
 def plant(records, programs):
-    "Everything about some programs replaced: other outcomes, approvals early and everywhere, a thousand trials more of one kind, other figures."
+    "Replace all about some programs: outcomes, approvals early and everywhere, a thousand trials more of one kind, figures."
     rng, only = np.random.default_rng(1), lambda d: set(d.split('|')) <= programs
     reg, a, f, u = (getattr(records, k).copy() for k in ('registry', 'approvals', 'filings', 'utilization'))
     of = reg.drugs.map(only)
@@ -188,7 +198,8 @@ def plant(records, programs):
     reg.loc[of, 'lead_sponsor'] = 'CANARY'
     more = reg[of].sample(1000, replace=True, random_state=1)
     day = pd.Timestamp('2014-01-01') + pd.to_timedelta(rng.integers(0, 11*365, 1000), unit='D')
-    more = more.assign(nct_id=[f'NCT9{i:07d}' for i in range(1000)], record_id=[f'c:{i}' for i in range(1000)], event_date=day, public_date=day)
+    more = more.assign(nct_id=[f'NCT9{i:07d}' for i in range(1000)], record_id=[f'c:{i}' for i in range(1000)],
+                       event_date=day, public_date=day)
     a.loc[a.drug.isin(programs), ['indications', 'designations']] = ['HCC|NSCLC|RCC', 'priority']
     a.loc[a.drug.isin(programs), ['event_date', 'public_date']] = pd.Timestamp('2014-02-02')
     f.loc[f.company.str.lower().isin(programs), 'rd_expense_usd'] = 1e15
@@ -199,7 +210,8 @@ def test_records_and_outcomes_of_held_out_programs_reach_no_weight():
     base = whole('drug')
     assert len(base.windows) > 100 and 2 <= len(base.held) <= 6 and base.windows.reward.notna().any()
     assert differ(base, weighed(plant(small(), base.held), 'drug')) == []
-    assert 'windows' in differ(base, weighed(plant(small(), {next(d for d in DRUGS if d not in base.held)}), 'drug')) # the test can fail
+    trained = next(d for d in DRUGS if d not in base.held)
+    assert 'windows' in differ(base, weighed(plant(small(), {trained}), 'drug')) # the test can fail
 
 def test_what_comes_after_as_of_reaches_no_weight_of_a_split_by_date():
     base, records = whole('temporal'), small()
