@@ -19,6 +19,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GroupKFold
 
 from . import core, decoding, gate
+from .episodes import ITEM
 from .features import Block, load_block
 
 # %% ../nbs/13_baselines.ipynb #c008
@@ -40,7 +41,7 @@ def frequency(
     setting,    # half_life_months: one of features.half_lives_months; prior: weight of the field's trials a program
     seed=0,
 ): # function: places -> probabilities
-    "The program's own pace: decayed count of the pair, calibrated. A little of the field's pace orders the pairs that it never tried."
+    "The program's own pace: decayed count of the pair, calibrated. A little of the field's orders the pairs that it never tried."
     h = setting['half_life_months']
     score = block[f'{block.prefix}_pair_{h}'] + setting['prior']*block[f'all_{_own(block)}pair_{h}']
     f = calibrator(score[fit], block.y[fit])
@@ -64,10 +65,10 @@ def profiles(
 ) -> np.ndarray: # (windows, indications + phases), unit length or zero
     "What each program was active in: indications and phases, equally weighted."
     unit = lambda a: a/np.maximum(np.linalg.norm(a, axis=1, keepdims=True), 1e-9)
-    ind, phase = (block[f'{block.prefix}_{level}_{h}'][:, block.firsts(k)].astype(float) for k, level in enumerate(('ind', 'phase')))
-    return unit(np.hstack([unit(ind), unit(phase)]))
+    counts = lambda k, level: unit(block[f'{block.prefix}_{level}_{h}'][:, block.firsts(k)].astype(float))
+    return unit(np.hstack([counts(0, 'ind'), counts(1, 'phase')]))
 
-LAG = pd.Timedelta(days=int(gate.RULES.days[gate.RULES.kind == 'registry'].max())) # longest wait until a registered trial is public
+LAG = pd.Timedelta(days=int(gate.RULES.days[gate.RULES.kind == 'registry'].max())) # longest until a registered trial is public
 
 def neighbours(
     block, fit,
@@ -168,12 +169,12 @@ def last_items(
     setting, # max_back: windows to look back for one that holds an item
 ) -> list: # items a window
     "The items of the program's last window, as public at the decision date; nothing where there is none within max_back."
-    w = block.windows
-    return [[tuple(it[f] for f in ('indication', 'phase', 'line', 'regimen')) for it in w.last_items.iloc[i]] if 0 < w.back.iloc[i] <= setting['max_back'] else []
-            for i in rows]
+    back, items = (block.windows[k].iloc[rows] for k in ('back', 'last_items'))
+    return [[tuple(it[f] for f in ITEM) for it in x] if 0 < k <= setting['max_back'] else [] for k, x in zip(back, items)]
 
 # %% ../nbs/13_baselines.ipynb #c025
-MODELS = dict(frequency=frequency, class_prior=class_prior, nearest=nearest, logistic=logistic, boosting=boosting, average=average)
+MODELS = dict(frequency=frequency, class_prior=class_prior, nearest=nearest,
+              logistic=logistic, boosting=boosting, average=average)
 METHODS = ('empty', 'last_window', *MODELS)
 
 def grid(
@@ -243,8 +244,8 @@ def run(
     tuned, best = tune(method, block, grid(section), seed, min_items, floor)
     rows = np.sort(np.r_[block.rows('val'), block.rows('test')])
     items, probs = best(rows)
-    df = decoding.prediction_frame(block.windows.episode_id.iloc[rows], items, probs, scope=scope, split=split, method=method, seed=seed,
-                                   decoding='expected_f1' if method in MODELS else 'rule')
+    df = decoding.prediction_frame(block.windows.episode_id.iloc[rows], items, probs, scope=scope, split=split, method=method,
+                                   seed=seed, decoding='expected_f1' if method in MODELS else 'rule')
     return df, tuned.assign(scope=scope, split=split, method=method)
 
 # %% ../nbs/13_baselines.ipynb #c034
@@ -269,11 +270,12 @@ def forward(
     out = []
     for origin in map(pd.Timestamp, origins):
         fit = np.flatnonzero(_training(windows) & (windows.window_end <= origin))
-        if not len(fit): raise core.DataError(f'no training window ends by {origin:%Y-%m-%d}; give select.origins in params.yaml a later date')
+        if not len(fit):
+            raise core.DataError(f'no training window ends by {origin:%Y-%m-%d}; give select.origins in params.yaml a later date')
         after = (windows.decision_date >= origin) & (windows.decision_date < origin + pd.DateOffset(months=months))
         out.append((fit, np.flatnonzero(after & (windows.part != 'test'))))
     if len(every := np.concatenate([rows for _, rows in out] or [[]])) > len(set(every)):
-        raise core.ParamError(f'params.yaml: select.origins are less than {months} months apart, so that windows follow two of them; lower select.months')
+        raise core.ParamError(f'params.yaml: select.origins are less than {months} months apart; lower select.months')
     return out
 
 # %% ../nbs/13_baselines.ipynb #c039

@@ -45,7 +45,8 @@ def line_regimen_law(
     "Backed-off estimate for every pair: from everybody's trials of any kind down to the program's trials of the pair."
     everybody, peers, own = (np.broadcast_to(np.asarray(c, float), SHAPE) for c in (everybody, peers, own))
     p = np.full(SHAPE, 1/SHAPE[2])
-    for c in (everybody.sum((0, 1), keepdims=True), everybody.sum(0, keepdims=True), own.sum(0, keepdims=True), everybody, peers, own):
+    total = lambda c, *axes: c.sum(axes, keepdims=True)
+    for c in (total(everybody, 0, 1), total(everybody, 0), total(own, 0), everybody, peers, own):
         p = (c + kappa*p)/(c.sum(2, keepdims=True) + kappa)
     return p
 
@@ -59,7 +60,7 @@ class Past:
     items: dict             # arrays drug, nct_id, own, pair, lr, months (age), back (1 = registered in the last window)
     tested: dict            # arrays drug, nct_id, ind, months: indications of every trial, of those without a phase too
     leads: dict             # drug -> [(nct_id, lead sponsor at t)] of trials that the own sponsor leads
-    approvals: dict         # arrays drug, ind (-1 = not coded), months, fast (accelerated by the FDA), full (its others); own products
+    approvals: dict         # arrays drug, ind (-1 = not coded), months, fast (FDA, accelerated), full (FDA, other); own products
     filings: dict           # sponsor -> dict of rd, revenue (USD a year), rd_growth, revenue_growth (log, a year before), cash
     spending: dict          # drug -> (USD a year, log growth)
     incidence: np.ndarray   # new US cases a year by indication, NaN where there is no statistic
@@ -83,7 +84,7 @@ def _tested(trials, t): # what was tested at all: a trial needs no phase for tha
     return dict(drug=x.drug.to_numpy(object), nct_id=x.nct_id.to_numpy(object), ind=x.indications.map(_IND).to_numpy(int),
                 months=_age(t, x.event_date))
 
-def _leads(trials, lead, t): # a compilation shows today's name: those of own trials go under the name of who held the program then
+def _leads(trials, lead, t): # a compilation shows today's name: own trials go under the name of who held the program then
     own = trials[trials.own]; out, name = {}, {}
     for d, n in zip(own.drug, own.nct_id):
         if not isinstance(s := lead.get(n), str): continue
@@ -116,7 +117,8 @@ def _filings(f): # each figure from the last report that holds it
 
 def _spending(u): # drug -> latest spending over the programmes and its growth; each programme has its own latest year
     u = u[~u.biosimilar.astype(bool) & u.total_spending_usd.gt(0)].groupby(['drug', 'program', 'year']).total_spending_usd.sum()
-    u = u.reset_index(name='now').assign(before=lambda d: d.now.shift().where((d.drug == d.drug.shift()) & (d.program == d.program.shift()) & (d.year == d.year.shift() + 1)))
+    u = u.reset_index(name='now'); last = u.shift()
+    u['before'] = last.now.where((u.drug == last.drug) & (u.program == last.program) & (u.year == last.year + 1))
     u = u.drop_duplicates(['drug', 'program'], keep='last')
     both = u.dropna(subset='before').groupby('drug')[['now', 'before']].sum()
     growth = np.log(both.now/both.before)
@@ -152,8 +154,8 @@ def tally(
     items,       # of Past
     programs,    # their order
     half_lives,  # months
-) -> dict: # arrays (programs, indications, phases); 'window' has the windows back in front, 'lr' the codes behind; 'age' (programs)
-    "Counts: decayed, by window, ever, 18 to 36 months ago, of line and regimen; months since the first and the last; age in years."
+) -> dict: # arrays (programs, indications, phases); 'window' has windows back in front, 'lr' codes behind; 'age' (programs)
+    "Counts: decayed, by window, ever, 18 to 36 months ago, of line and regimen; months since first and last; age in years."
     code = places(items['drug'], programs); ok = code >= 0
     key = code[ok]*N_IND*N_PH + items['pair'][ok]
     months, back, lr = (items[c][ok] for c in ('months', 'back', 'lr'))
@@ -221,7 +223,7 @@ approvals   | launched_last         | months since its latest approval for anyth
 approvals   | launched_24           | its approvals in the last 24 months
 approvals   | peer_approved         | share of the class approved in the indication
 approvals   | peer_approved_last    | months since their latest approval in the indication, at most {never}
-approvals   | peer_opened           | trials of this pair by the class's programs approved in the indication, a program, {mid} months
+approvals   | peer_opened           | trials of this pair a program, by peers approved in the indication, {mid} months
 approvals   | all_approved          | share of all training programs approved in the indication
 approvals   | all_approved_24       | their approvals in the indication in the last 24 months, a program
 filings     | rd_log                | log10 of the sponsors' latest public annual R&D in USD, 0 if missing
@@ -250,7 +252,8 @@ def catalogue(
     H = list(half_lives); plain = lambda *values: dict(zip(map(str, values), map(str, values)))
     item = dict(pair='pair', ind='indication')
     choices = dict(who=dict(any='any sponsor', own='own sponsor'), level=item | dict(phase='phase'), item=item,
-                   step=plain(*_STEPS), windows=plain(2, 4, 8), others=dict(peer='training programs of the class', all='all training programs'),
+                   step=plain(*_STEPS), windows=plain(2, 4, 8),
+                   others=dict(peer='training programs of the class', all='all training programs'),
                    h=plain(*H), l=plain(*H[1:]))
     fixed = dict(never=f'{NEVER:.0f}', mid=H[len(H)//2], short=H[0], long=H[-1], second=H[1]); out = {}
     for line in _FEATURES.strip().splitlines():
@@ -342,7 +345,7 @@ def _field(T, O, w, member, half_lives): # what only all training programs toget
                 all_size=two, all_trend=np.log((two + 0.5)/(eight + 0.5)))
 
 # %% ../nbs/07_features.ipynb #c026
-def _approved(past, programs): # (programs, indications + 1): months since first, last, accelerated, regular one; number in 24 months
+def _approved(past, programs): # (programs, indications + 1): months since first, last, fast, full one; number in 24 months
     a = past.approvals; code = places(a['drug'], programs); ok = code >= 0
     place = code[ok], np.where(a['ind'] < 0, N_IND, a['ind'])[ok]; months = a['months'][ok] # the last column: not coded
     def at(f, start, values=months, keep=slice(None)):
@@ -398,7 +401,7 @@ def date_features(
     scope,      # landscape or sponsor
     half_lives, # months
     kappa=2.0,  # of `line_regimen_law`
-) -> tuple: # dict of feature arrays that broadcast to (n, indications, phases); line/regimen codes (n, indications, phases); last items; known
+) -> tuple: # dict of arrays that broadcast to (n, indications, phases); line/regimen codes of that shape; last items; known
     "Features of several programs on one date."
     names = list(programs.drug); place = {d: i for i, d in enumerate(names)}
     w = np.array([place[d] for d in drugs]); H = list(half_lives)
@@ -423,7 +426,8 @@ def date_features(
     who = 'own' if scope == 'sponsor' else 'any'
     own, other = T[who]['lr'], O[who]['lr']*is_train[:, None, None, None]
     total, by_class = other.sum(0), {c: other[cls == c].sum(0) for c in set(cls[w])}
-    lr = np.stack([line_regimen_law(own[i], by_class[cls[i]] - other[i], total - other[i], kappa).argmax(2) for i in w]).astype(np.int8)
+    law = lambda i: line_regimen_law(own[i], by_class[cls[i]] - other[i], total - other[i], kappa)
+    lr = np.stack([law(i).argmax(2) for i in w]).astype(np.int8)
     x = take(mine, mine['own']) if scope == 'sponsor' else mine
     return out, lr, [_last(take(x, x['drug'] == d)) for d in drugs], [_known(tested['ind'][tested['drug'] == d]) for d in drugs]
 
@@ -459,20 +463,23 @@ def build(
     split,      # name of the split
     half_lives, # months
     kappa=2.0,  # of `line_regimen_law`
-) -> tuple: # features (a row per window and candidate), windows (episode_id, part, program, decision_date, window_end, empty, items, back, last_items)
+) -> tuple: # features (a row per window and candidate), windows (episode_id, part, program, decision_date, window_end, empty,
+            # items, back, last_items)
     "Features of one scope and split."
     parts = {p: sp.apply(windows, splits, excluded, scope, split, p) for p in sp.PARTS}
     parts['train'] = parts['train'][~parts['train']['empty']]
     gone = {p: sp.excluded_ids(excluded, scope, split, p) for p in sp.PARTS}
-    wins = pd.concat([w.assign(part=p) for p, w in parts.items()]).sort_values(['decision_date', 'program', 'episode_id'], ignore_index=True)
+    wins = pd.concat([w.assign(part=p) for p, w in parts.items()])
+    wins = wins.sort_values(['decision_date', 'program', 'episode_id'], ignore_index=True)
     train = set(parts['train'].program); cand = candidates(parts['train'])
     names = list(describe(half_lives))
     X = np.zeros((len(wins), len(cand), len(names)), np.float32)
     lr = np.zeros((len(wins), len(cand)), np.int8); last = [None]*len(wins)
     for (t, part), g in wins.groupby(['decision_date', 'part']):
         rows = g.index.to_numpy()
-        f, code, was, _ = date_features(pasts[t], list(g.program), programs, train, gone[part], gone['train'], scope, half_lives, kappa)
-        for j, c in enumerate(names): X[rows, :, j] = np.broadcast_to(f[c], (len(rows), N_IND, N_PH)).reshape(len(rows), -1)[:, cand]
+        args = list(g.program), programs, train, gone[part], gone['train'], scope, half_lives, kappa
+        f, code, was, _ = date_features(pasts[t], *args); shape = len(rows), N_IND, N_PH
+        for j, c in enumerate(names): X[rows, :, j] = np.broadcast_to(f[c], shape).reshape(len(rows), -1)[:, cand]
         lr[rows] = code.reshape(len(rows), -1)[:, cand]
         for i, x in zip(rows, was): last[i] = x
     n = len(cand)
@@ -482,7 +489,8 @@ def build(
                 indication=cat(np.tile(cand//N_PH, len(wins)), INDS), phase=cat(np.tile(cand % N_PH, len(wins)), PHASES),
                 y=_labels(wins, cand).ravel(), lr=lr.ravel())
     keep = wins[['episode_id', 'part', 'program', 'decision_date', 'window_end', 'empty', 'items']]
-    return pd.concat([pd.DataFrame(head), out], axis=1), keep.assign(back=[b for b, _ in last], last_items=pd.Series([x for _, x in last], dtype=object))
+    keep = keep.assign(back=[b for b, _ in last], last_items=pd.Series([x for _, x in last], dtype=object))
+    return pd.concat([pd.DataFrame(head), out], axis=1), keep
 
 # %% ../nbs/07_features.ipynb #c041
 def known_indications(
