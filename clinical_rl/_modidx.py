@@ -85,6 +85,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': 'local', 'g
                                   'clinical_rl.core.device': ('core.html#device', 'clinical_rl/core.py'),
                                   'clinical_rl.core.load_params': ('core.html#load_params', 'clinical_rl/core.py'),
                                   'clinical_rl.core.parallel_map': ('core.html#parallel_map', 'clinical_rl/core.py'),
+                                  'clinical_rl.core.parquet_columns': ('core.html#parquet_columns', 'clinical_rl/core.py'),
                                   'clinical_rl.core.progress': ('core.html#progress', 'clinical_rl/core.py'),
                                   'clinical_rl.core.read_parquet': ('core.html#read_parquet', 'clinical_rl/core.py'),
                                   'clinical_rl.core.root': ('core.html#root', 'clinical_rl/core.py'),

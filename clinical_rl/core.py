@@ -11,7 +11,7 @@ __all__ = ['RESTORE', 'DataError', 'ParamError', 'root', 'DataParams', 'EpisodeP
            'LoopParams', 'TrainParams', 'ItemParams', 'SelectParams', 'DecodeParams', 'SimulatorPay', 'SimulatorWorld',
            'SimulatorParams', 'EvaluateParams', 'Params', 'load_params', 'seed_everything', 'set_threads', 'device',
            'workers', 'progress', 'parallel_map', 'atomic_write', 'write_parquet', 'write_json', 'write_csv',
-           'read_parquet', 'sha256']
+           'read_parquet', 'parquet_columns', 'sha256']
 
 # %% ../nbs/00_core.ipynb #c003
 import difflib, hashlib, json, multiprocessing, os, random, sys, tempfile, threading
@@ -490,6 +490,12 @@ def read_parquet(
         return pq.read_table(path, columns=columns).to_pandas()
     except (pa.ArrowException, OSError) as e:
         raise DataError(f'{path} is damaged or truncated ({str(e).splitlines()[0][:120]}); delete it and {remedy}') from None
+
+def parquet_columns(path) -> list: # names; [] where there is no such table, for `read_parquet` says so better
+    "Columns of a Parquet table."
+    import pyarrow as pa, pyarrow.parquet as pq
+    try: return pq.read_schema(path).names
+    except (pa.ArrowException, OSError): return []
 
 def sha256(path) -> str: # hex digest
     "SHA-256 of a file, read in blocks."

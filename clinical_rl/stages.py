@@ -10,6 +10,7 @@ import argparse, os, re, sys, tempfile, threading
 from contextlib import contextmanager
 from pathlib import Path
 
+sys.modules.setdefault('rfc3987_syntax', None) # a grammar that takes two seconds to build; jsonschema, which nbformat loads, does without
 import nbformat
 
 from .core import DataError, ParamError, atomic_write, load_params, root
@@ -85,7 +86,7 @@ def run_stage(
         done = Path(d)/'run.ipynb'
         try:
             execute_notebook(str(src), str(done), parameters=params, kernel_name='python3', cwd=str(src.parent),
-                             progress_bar=False, log_output=False)
+                             progress_bar=False, log_output=False, shutdown_kernel='immediate')
         except Exception as e:
             if type(e).__name__ != 'PapermillExecutionError': print((Path(d)/'kernel.log').read_text()[-2000:], file=terminal)
             raise
