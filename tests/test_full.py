@@ -1,5 +1,5 @@
 "The full comparison's runner: its order, what stops it and how it goes on; with a made-up DVC, and with a real one on made-up stages."
-import json, os, shutil, signal, subprocess, sys, time
+import json, os, re, shutil, signal, subprocess, sys, time
 
 import pandas as pd
 import pytest, yaml
@@ -226,3 +226,16 @@ def test_the_projects_stages_are_those_it_runs(tmp_path, monkeypatch):
         assert set(full.targets(step)) <= set(stages)
         assert full.prediction_file(step) in outs[full.targets(step)[-1]]
     assert all(s in stages or any(k.startswith(f'{s}@') for k in stages) for s in full.SHARED)
+
+@pytest.mark.skipif(not (ROOT/'reports'/'full').exists(), reason='no full run is committed')
+def test_committed_results():
+    "Every cell that was asked for is listed, the page says which are missing, no link is dead."
+    at = ROOT/'reports'/'full'
+    table, page = pd.read_csv(at/'cells.csv'), (at/'results.html').read_text()
+    want = full.cells(full.full_params(ROOT)[0])
+    assert table[full.CELL].values.tolist() == want[full.CELL].values.tolist()
+    assert full.missing_words(table) in page
+    for href in re.findall(r'href="([^"#:]+)["#]', page): assert (at/href).exists(), href
+    scored = pd.read_csv(at/'results.csv')
+    scored = set(scored[scored.form.isin(['items', 'text'])][full.CELL].itertuples(index=False, name=None))
+    assert scored == set(table[table.done][full.CELL].itertuples(index=False, name=None))
