@@ -9,7 +9,7 @@ __all__ = ['KEY', 'CELL', 'TABLES', 'SHARED', 'FREE_BYTES', 'merge', 'full_param
 
 # %% ../nbs/19_full.ipynb #c003
 import argparse, fcntl, json, os, platform, re, shutil, signal, subprocess, sys, tempfile, threading, time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -35,8 +35,10 @@ def full_params(
     for f in ('params.yaml', 'params_full.yaml'):
         try: raws.append(yaml.safe_load((base/f).read_text(encoding='utf-8')) or {})
         except FileNotFoundError: raise core.ParamError(f'{base/f} is missing: restore it with `git checkout {f}`') from None
-        except (UnicodeDecodeError, yaml.YAMLError) as e: raise core.ParamError(f'{f}: not valid YAML ({" ".join(str(e).split())}); correct it') from None
-    if not isinstance(raws[1], dict): raise core.ParamError(f'params_full.yaml: not a mapping; restore it with `git checkout params_full.yaml`')
+        except (UnicodeDecodeError, yaml.YAMLError) as e:
+            raise core.ParamError(f'{f}: not valid YAML ({" ".join(str(e).split())}); correct it') from None
+    if not isinstance(raws[1], dict):
+        raise core.ParamError('params_full.yaml: not a mapping; restore it with `git checkout params_full.yaml`')
     raw = merge(*raws)
     with tempfile.TemporaryDirectory() as d:
         path = Path(d)/'params_full.yaml'; path.write_text(yaml.safe_dump(raw, sort_keys=False))
@@ -51,8 +53,8 @@ def cells(
 ) -> pd.DataFrame: # a row a cell, in the order in which they are made
     "All cells of the full comparison."
     forms = [(f, getattr(params.policies, f)) for f in ('items', 'text')]
-    return pd.DataFrame([(scope, form, split, objective, seed) for form, f in forms for scope in f.scopes for seed in params.policies.seeds
-                         for split in f.splits for objective in f.objectives], columns=CELL)
+    return pd.DataFrame([(scope, form, split, objective, seed) for form, f in forms for scope in f.scopes
+                         for seed in params.policies.seeds for split in f.splits for objective in f.objectives], columns=CELL)
 
 def targets(
     step:pd.DataFrame, # cells with the same form, scope, seed and split
@@ -80,16 +82,17 @@ def missing_words(
         lacks = {}
         for seed, s in g.groupby('seed', sort=False): lacks.setdefault(tuple(s.objective), []).append(seed)
         whole = table[(table.form == form) & (table.scope == scope) & (table.split == split)].objective.nunique()
-        parts.append(f'{form}, {scope}, {split}: ' + ' and '.join(f'seed{"s" if len(seeds) > 1 else ""} {", ".join(map(str, seeds))}' +
-                     ('' if len(which) == whole else f' ({", ".join(which)})') for which, seeds in lacks.items()))
+        parts.append(f'{form}, {scope}, {split}: ' + ' and '.join(
+            f'seed{"s" if len(seeds) > 1 else ""} {", ".join(map(str, seeds))}'
+            + ('' if len(which) == whole else f' ({", ".join(which)})')
+            for which, seeds in lacks.items()))
     return f'{table.done.sum()} of {len(table)} cells are done. Missing: {"; ".join(parts)}.'
 
 # %% ../nbs/19_full.ipynb #c016
 _LEFT_OUT = re.compile(r'(reports|tests|\.dvcstore|\.ci)/|params\.yaml$')
-_LINKED = ['.cache/wheels', 'out/base_model', 'out/cache'] # large, not in DVC's cache, and each file written once under a temporary name
+_LINKED = ['.cache/wheels', 'out/base_model', 'out/cache'] # large, not in DVC's cache, and no file is ever changed in place
 
-def _link(src, dst): # a hard link, or a copy where that cannot be; a file that is there stays
-    if Path(dst).exists(): return
+def _link(src, dst): # a hard link, or a copy where that cannot be
     try: os.link(src, dst)
     except OSError: shutil.copy2(src, dst)
 
@@ -97,7 +100,9 @@ def _same(path, content): return path.exists() and path.read_bytes() == content
 
 def _call(cmd, cwd, remedy, **kw): # output of a short command; DataError in one line
     r = subprocess.run([str(c) for c in cmd], cwd=cwd, capture_output=True, text=True, **kw)
-    if r.returncode: raise core.DataError(f'`{Path(cmd[0]).name} {" ".join(map(str, cmd[1:3]))}` failed in {cwd} ({(r.stderr.strip().splitlines() or [""])[-1]}); {remedy}')
+    if r.returncode:
+        said = (r.stderr.strip().splitlines() or ['no message'])[-1]
+        raise core.DataError(f'`{Path(cmd[0]).name} {" ".join(map(str, cmd[1:3]))}` failed in {cwd} ({said}); {remedy}')
     return r.stdout
 
 def _environment(copy): # the copy's own package, this Python's programs
@@ -121,10 +126,10 @@ def make_copy(
                                 f'[\'remote "store"\']\n    url = {(base/".dvcstore").resolve()}\n').encode()
     for f, content in new.items():
         if not _same(copy/f, content): core.atomic_write(copy/f, lambda tmp: tmp.write_bytes(content))
-    for p in [p for top in ('clinical_rl', 'nbs', 'templates') for p in (copy/top).rglob('*') if p.is_file() and '__pycache__' not in p.parts]:
-        if str(p.relative_to(copy)) not in new: p.unlink()
+    for p in [p for top in ('clinical_rl', 'nbs', 'templates') for p in (copy/top).rglob('*') if p.is_file()]:
+        if '__pycache__' not in p.parts and str(p.relative_to(copy)) not in new: p.unlink()
     for f in _LINKED:
-        if (base/f).exists(): shutil.copytree(base/f, copy/f, copy_function=_link, dirs_exist_ok=True)
+        if (base/f).exists() and not (copy/f).exists(): shutil.copytree(base/f, copy/f, copy_function=_link)
     _call([*dvc, 'pull', '-q', 'data.dvc'], copy, 'run `make data`', env=_environment(copy))
 
 # %% ../nbs/19_full.ipynb #c018
@@ -158,7 +163,8 @@ def toy_project(
     for f in ('params.yaml', 'settings.ini'): shutil.copy(root/f, base)
     shutil.copytree(root/'templates', base/'templates')
     some = dict(scopes=['landscape'], splits=['temporal', 'drug'], objectives=['bc', 'iql'])
-    (base/'params_full.yaml').write_text(yaml.safe_dump(dict(policies=dict(items=some, text=some | dict(splits=['temporal']), seeds=list(seeds)))))
+    policies = dict(items=some, text=some | dict(splits=['temporal']), seeds=list(seeds))
+    (base/'params_full.yaml').write_text(yaml.safe_dump(dict(policies=policies)))
     (base/'data.dvc').write_text('outs:\n- md5: 0123456789abcdef0123456789abcdef.dir\n  path: data\n')
     (base/'nbs').mkdir(); (base/'nbs'/'a.txt').write_text('one'); (base/'toy_dvc.py').write_text(_TOY_DVC)
     subprocess.run('git init -q && git add -A', shell=True, cwd=base, check=True)
@@ -175,7 +181,8 @@ def one_run(
         try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             f.seek(0)
-            raise core.DataError(f'another full run is going on in {home} (process {f.read().strip() or "unknown"}); wait for it, or end it, then run again') from None
+            raise core.DataError(f'another full run is going on in {home} (process {f.read().strip() or "unknown"}); '
+                                 'wait for it, or end it, then run again') from None
         f.truncate(0); f.write(str(os.getpid())); f.flush()
         yield f
 
@@ -192,7 +199,8 @@ class Runner:
         late=None, # time.time() at which the time given is over; None: never
     ):
         self.copy, self.lock, self.dvc, self.late, self.path = copy, lock, dvc, late, copy.parent/'log.csv'
-        self.log = pd.read_csv(self.path) if self.path.exists() else pd.DataFrame(dict(target=[], minutes=[], done=[])).astype(dict(target=str, done=bool))
+        none = pd.DataFrame(dict(target=[], minutes=[], done=[])).astype(dict(target=str, minutes=float, done=bool))
+        self.log = pd.read_csv(self.path) if self.path.exists() else none
 
     def __call__(self,
         target,       # name of a stage
@@ -201,23 +209,26 @@ class Runner:
     ):
         "Make a target. Late: its time was over, and it is stopped; DataError: it failed, with its own message above."
         start, over, ran = time.time(), threading.Event(), False
-        p = subprocess.Popen([*self.dvc, 'repro', *options, target], cwd=self.copy, env=_environment(self.copy), stdout=subprocess.PIPE, text=True,
-                             start_new_session=True, pass_fds=[self.lock.fileno()]) # a session of its own: all its processes are stopped together
+        # in a session of its own, so that all its processes can be stopped together
+        p = subprocess.Popen([*self.dvc, 'repro', *options, target], cwd=self.copy, env=_environment(self.copy),
+                             stdout=subprocess.PIPE, text=True, pass_fds=[self.lock.fileno()], start_new_session=True)
         def stop():
-            over.set(); os.killpg(p.pid, signal.SIGTERM)
+            over.set()
+            with suppress(ProcessLookupError): os.killpg(p.pid, signal.SIGTERM)
         timer = threading.Timer(max(0, self.late - start), stop) if self.late and not always else None
         if timer: timer.start()
         try:
             for line in p.stdout: print(line, end='', flush=True); ran |= f"Running stage '{target}'" in line
             p.wait()
         except BaseException:
-            os.killpg(p.pid, signal.SIGTERM); p.wait()
+            stop(); p.wait()
             raise
         finally:
             if timer: timer.cancel()
             if ran: self.note(target, (time.time() - start)/60, p.poll() == 0)
         if p.returncode and over.is_set(): raise Late
-        if p.returncode: raise core.DataError(f'stage {target} of the full run failed, its message is above; correct that and run `make full` again, it goes on from here')
+        if p.returncode:
+            raise core.DataError(f'stage {target} of the full run failed (message above); correct that and run `make full` again')
 
     def note(self, target, minutes, done): # a line of the log
         self.log = pd.concat([self.log, pd.DataFrame([dict(target=target, minutes=minutes, done=done)])], ignore_index=True)
@@ -233,8 +244,9 @@ def estimate(
     targets:list,     # still to do
 ): # (minutes that they take, number of targets about which the log says nothing)
     "Mean of what the same stage took in the same scope, else in any scope."
-    d = log[log.done.astype(bool)].assign(kind=lambda t: t.target.str.replace('-.*', '', regex=True), stage=lambda t: t.target.str.replace('@.*', '', regex=True))
-    by = d.groupby('stage').minutes.mean().to_dict() | d.groupby('kind').minutes.mean().to_dict()
+    d = log[log.done.astype(bool)]
+    by = {} # of items@landscape and the like, and of items
+    for sep in '-@': by |= d.minutes.groupby(d.target.str.split(sep).str[0]).mean().to_dict()
     known = [by.get(t.split('-')[0], by.get(t.split('@')[0])) for t in targets]
     return sum(m for m in known if m is not None), sum(m is None for m in known)
 
@@ -271,15 +283,19 @@ def page(
 ) -> str: # HTML
     "What is there, what is missing, on what it was made, and the copy's evaluation."
     at, done = base/'templates'/'report', table.assign(done=table.done.astype(int))
-    counts = done.groupby(['form', 'scope', 'split', 'objective'], sort=False).done.agg(['sum', 'size']).apply(lambda r: f'{r["sum"]} of {r["size"]}', axis=1)
+    counts = done.groupby(['form', 'scope', 'split', 'objective'], sort=False).done.agg(lambda d: f'{d.sum()} of {len(d)}')
     files = [f for f in (*TABLES, 'settings', 'cells') if (base/'reports'/'full'/f'{f}.csv').exists()]
+    taken = 'Cells without minutes in cells.csv come from the default run. ' if (table.done & table.minutes.isna()).any() else ''
     body = (f'<section id="cells">\n<h2>Cells</h2>\n<p>{missing_words(table)}</p>\n'
-            + report.table_html(counts.unstack('objective').reset_index(), 'Seeds that are done, by form, scope, split and objective')
-            + f'<p>{m["hours"]:.1f} hours of computing on {m["cores"]} cores ({m["cpu"]}, {m["memory_gib"]:.0f} GiB), torch {m["torch"]}. Only cells that are done are scored below. '
-              f'Tables: {", ".join(f"<a href={chr(34)}{f}.csv{chr(34)}>{f}.csv</a>" for f in files)}.</p>\n</section>')
+            + report.table_html(counts.unstack('objective').reset_index(), 'Seeds done, by form, scope, split and objective')
+            + f'<p>{m["hours"]:.1f} hours of computing on {m["cores"]} cores ({m["cpu"]}, {m["memory_gib"]:.0f} GiB). '
+              f'Only cells that are done are scored below. {taken}Tables: '
+            + ', '.join(f'<a href="{f}.csv">{f}.csv</a>' for f in files) + '.</p>\n</section>')
     sections = [dict(id='cells', title='Cells', children=[], html=body)]
-    sections += [report.render_section(report.read_notebook(nb), s, at) for s in ('select', 'evaluate') if (nb := copy/'out'/'notebooks'/f'{s}.ipynb').exists()]
-    head = dict(file='full/results.html', title='Full comparison', lede='Both scopes, both forms, four objectives, several seeds: the cells that are done, and which are missing.')
+    sections += [report.render_section(report.read_notebook(nb), s, at) for s in ('select', 'evaluate')
+                 if (nb := copy/'out'/'notebooks'/f'{s}.ipynb').exists()]
+    head = dict(file='full/results.html', title='Full comparison',
+                lede='Both scopes, both forms, four objectives, several seeds: the cells that are done, and which are missing.')
     text = report.render_page(head, '\n'.join(s['html'] for s in sections), sections, report.footer(copy), at)
     return re.sub(r'href="([a-z]+\.html)"', r'href="../\1"', text)
 
@@ -292,13 +308,16 @@ def publish(
 ):
     "Write reports/full/, each file whole or not at all."
     to, m = base/'reports'/'full', machine(log)
-    for f in TABLES:
-        if (src := copy/'reports'/'metrics'/f'{f}.csv').exists(): core.atomic_write(to/f'{f}.csv', lambda tmp: shutil.copyfile(src, tmp))
+    for src in [copy/'reports'/'metrics'/f'{f}.csv' for f in TABLES]:
+        if src.exists(): core.atomic_write(to/src.name, lambda tmp: shutil.copyfile(src, tmp))
     if (src := copy/'out'/'select'/'settings.parquet').exists(): core.write_csv(core.read_parquet(src), to/'settings.csv')
     core.write_csv(table.round(dict(minutes=2)), to/'cells.csv'); core.write_json(m, to/'machine.json')
     text = page(base, copy, table, m)
-    size = len(text.encode()) + sum(p.stat().st_size for p in (base/'reports').rglob('*') if p.is_file() and p != to/'results.html')
-    if size > max_bytes: raise core.DataError(f'reports would take {size/2**20:.1f} MiB with the page of the full comparison, more than {max_bytes/2**20:.1f}; its tables are in {to}; make figures of stage evaluate smaller')
+    others = [p for p in (base/'reports').rglob('*') if p.is_file() and p != to/'results.html']
+    size = len(text.encode()) + sum(p.stat().st_size for p in others)
+    if size > max_bytes:
+        raise core.DataError(f'reports would take {size/2**20:.1f} MiB with this page, more than {max_bytes/2**20:.1f}; '
+                             f'its tables are in {to}; make figures of stage evaluate smaller')
     core.atomic_write(to/'results.html', lambda tmp: tmp.write_text(text, encoding='utf-8'))
 
 # %% ../nbs/19_full.ipynb #c030
@@ -310,7 +329,7 @@ def _hours(minutes, unknown): # the time left, in words
 
 def run_full(
     base,       # project root
-    hours=None, # of computing, after which no cell is begun or gone on with; then come the tables and the page, a few minutes. None: until all is done
+    hours=None, # of computing, then what runs is stopped; tables and page take a few minutes more. None: until all is done
     dvc=None,   # command; default: dvc beside this Python
     every=1800, # seconds of work between two evaluations
 ) -> pd.DataFrame: # cells with `done` and `minutes`; DataError, ParamError in one line
@@ -319,17 +338,20 @@ def run_full(
     dvc = dvc or [Path(sys.executable).parent/'dvc']
     if not shutil.which(dvc[0]): raise core.DataError(f'{dvc[0]} is missing: run `make full`, which sets up its own environment')
     if (free := shutil.disk_usage(base).free) < FREE_BYTES:
-        raise core.DataError(f'{free/1e9:.1f} GB are free on the disk of {base}, the full comparison needs {FREE_BYTES/1e9:.0f}; free some and run again')
+        raise core.DataError(f'{free/1e9:.1f} GB are free on the disk of {base}, the full comparison needs {FREE_BYTES/1e9:.0f}; '
+                             'free some and run again')
     params, raw = full_params(base)
     table, home = cells(params), base/'out'/'full'
     copy, failed = home/'project', []
+    label = lambda step: ' '.join(map(str, step.iloc[0][KEY]))
     with one_run(home) as lock:
         make_copy(base, copy, raw, dvc)
         run = Runner(copy, lock, dvc, hours and start + 3600*hours)
         steps = [s for _, s in table.groupby(KEY, sort=False)]
         there = lambda: [s for s in steps if (copy/prediction_file(s)).exists()]
         def state(): # the table with what is done by now
-            return table.assign(done=table.index.isin([i for s in there() for i in s.index]), minutes=cell_minutes(table, run.log))
+            done = table.index.isin([i for s in there() for i in s.index])
+            return table.assign(done=done, minutes=cell_minutes(table, run.log))
         def score(): # only what is there: -s makes no missing cell
             if there(): run('evaluate', '-s', always=True)
             publish(base, copy, state(), run.log)
@@ -346,7 +368,8 @@ def run_full(
                 if not mine: continue
                 need = estimate(run.log, mine)[0]
                 if run.late and time.time() + 60*need > run.late: raise Late
-                print(f'[step {i + 1} of {len(steps)}] {" ".join(map(str, step.iloc[0][KEY]))}: {run.log.minutes.sum()/60:.1f} h used, {_hours(*estimate(run.log, todo))}', flush=True)
+                print(f'[step {i + 1} of {len(steps)}] {label(step)}: {run.log.minutes.sum()/60:.1f} h used, '
+                      f'{_hours(*estimate(run.log, todo))}', flush=True)
                 try:
                     for t in mine: run(t)
                 except core.DataError as e:
@@ -358,7 +381,9 @@ def run_full(
         score()
     table = state()
     print(missing_words(table), 'Open reports/full/results.html', flush=True)
-    if failed: raise core.DataError(f'{len(failed)} step(s) failed: {"; ".join(" ".join(map(str, steps[i].iloc[0][KEY])) for i in failed)}; messages above; run `make full` again')
+    if failed:
+        names = '; '.join(label(steps[i]) for i in failed)
+        raise core.DataError(f'{len(failed)} step(s) failed: {names}; messages above; correct that and run `make full` again')
     return table
 
 # %% ../nbs/19_full.ipynb #c033
@@ -367,7 +392,8 @@ def main(
     dvc=None,  # see `run_full`
 ) -> int: # exit code
     "Command line of the full comparison."
-    ap = argparse.ArgumentParser(prog='python -m clinical_rl.full', description='Make as much of the full comparison as the time allows; results land in reports/full.')
+    ap = argparse.ArgumentParser(prog='python -m clinical_rl.full',
+                                 description='Make as much of the full comparison as the time allows; see reports/full.')
     ap.add_argument('--hours', type=float, help='of computing; default: until all cells are done')
     ap.add_argument('--root', help='of the project; default: found from the working directory')
     a = ap.parse_args(argv)
