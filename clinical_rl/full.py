@@ -357,11 +357,14 @@ def run_full(
             publish(base, copy, state(), run.log)
         try:
             for s in SHARED: run(s)
-            # what was made from other inputs is not scored, and made again in its turn
-            old = run.stale([t for s in there() for t in targets(s)]) if there() else set()
-            for s in there():
-                if old & set(targets(s)): (copy/prediction_file(s)).unlink()
-            scored = time.time()
+        except Late: # nothing is scored: what is there may be of other inputs
+            raise core.DataError('the time given was over before the stages that all cells share; give more and run again') from None
+        # what was made from other inputs is not scored, and made again in its turn
+        old = run.stale([t for s in there() for t in targets(s)]) if there() else set()
+        for s in there():
+            if old & set(targets(s)): (copy/prediction_file(s)).unlink()
+        scored = time.time()
+        try:
             for i, step in enumerate(steps):
                 todo = [t for s in steps[i:] if not (copy/prediction_file(s)).exists() for t in targets(s)]
                 mine = [t for t in targets(step) if t in todo]
@@ -376,7 +379,10 @@ def run_full(
                     print(f'error: {e}', file=sys.stderr, flush=True)
                     failed.append(i)
                     if i - 1 in failed: break
-                if time.time() - scored > every: score(); scored = time.time()
+                if time.time() - scored > every:
+                    try: score()
+                    except core.DataError as e: print(f'error: {e}', file=sys.stderr, flush=True) # the end will say it again
+                    scored = time.time()
         except Late: print('The time given is over.')
         score()
     table = state()

@@ -108,6 +108,12 @@ def test_time_limit(toy, capsys):
     held.unlink()
     assert full.run_full(base, dvc=dvc).done.all()
 
+def test_no_time_for_what_all_share(toy):
+    base, copy, dvc = toy
+    hold(copy, full.SHARED[0])
+    with pytest.raises(core.DataError, match='the time given was over before the stages that all cells share'): full.run_full(base, hours=1e-9, dvc=dvc)
+    assert not (base/'reports').exists()
+
 def test_no_step_that_does_not_fit(toy):
     "By the log a step takes an hour: with half an hour left none is begun."
     base, copy, dvc = toy
@@ -205,7 +211,9 @@ def test_real_dvc(real, monkeypatch):
 
     raw = yaml.safe_load((base/'params.yaml').read_text()); raw['train']['lr'] = .5 # of items alone, here
     (base/'params.yaml').write_text(yaml.safe_dump(raw))
-    left = full.run_full(base, hours=1e-9)
+    log = pd.read_csv(base/'out'/'full'/'log.csv')
+    core.write_csv(log.assign(minutes=600.), base/'out'/'full'/'log.csv') # no time for a step
+    left = full.run_full(base, hours=1)
     assert left.groupby('form').done.all().to_dict() == dict(items=False, text=True), 'old predictions are not scored'
     assert (base/'reports'/'full'/'results.csv').read_text().split() == ['policy-text-landscape-temporal-1.parquet', 'policy-text-landscape-temporal-2.parquet']
     assert full.run_full(base).done.all()
