@@ -358,7 +358,7 @@ def run_full(
         try:
             for s in SHARED: run(s)
         except Late: # nothing is scored: what is there may be of other inputs
-            raise core.DataError('the time given was over before the stages that all cells share; give more and run again') from None
+            raise core.DataError('the time given was over before the stages that all cells share; give more') from None
         # what was made from other inputs is not scored, and made again in its turn
         old = run.stale([t for s in there() for t in targets(s)]) if there() else set()
         for s in there():
