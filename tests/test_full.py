@@ -23,7 +23,9 @@ def table(base): return pd.read_csv(base/'reports'/'full'/'cells.csv')
 def start(base, dvc, *args): # a full run in a process of its own
     code = f'import sys; from clinical_rl.full import main; sys.exit(main({["--root", str(base), *args]}, {dvc}))'
     env = {k: v for k, v in os.environ.items() if k != 'CLINICAL_RL_ROOT'} | {'PYTHONPATH': str(ROOT)}
-    return subprocess.Popen([sys.executable, '-c', code], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # a shell that starts tests in the background has them ignore Ctrl-C, and so would what they start
+    return subprocess.Popen([sys.executable, '-c', code], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 def wait_for(condition, seconds=120):
     end = time.time() + seconds
