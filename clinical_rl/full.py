@@ -122,7 +122,9 @@ def make_copy(
     new = {f: (base/f).read_bytes() for f in files} | {'params.yaml': yaml.safe_dump(raw, sort_keys=False).encode()}
     if not (copy/'dvc.lock').exists() and (base/'dvc.lock').exists(): new['dvc.lock'] = (base/'dvc.lock').read_bytes()
     cache = _call([*dvc, 'cache', 'dir'], base, 'see .dvc/config').strip()
-    new['.dvc/config.local'] = (f'[core]\n    no_scm = true\n    autostage = false\n[cache]\n    dir = {(base/cache).resolve()}\n'
+    # no git; and neither of the two daemons that outlive dvc, for they would hold the lock
+    core_section = '[core]\n    no_scm = true\n    autostage = false\n    analytics = false\n    check_update = false\n'
+    new['.dvc/config.local'] = (f'{core_section}[cache]\n    dir = {(base/cache).resolve()}\n'
                                 f'[\'remote "store"\']\n    url = {(base/".dvcstore").resolve()}\n').encode()
     for f, content in new.items():
         if not _same(copy/f, content): core.atomic_write(copy/f, lambda tmp: tmp.write_bytes(content))

@@ -189,7 +189,7 @@ def real(tmp_path):
     stages['policies'] = dict(matrix=key('text'), cmd=f'mkdir -p out/predictions && echo hello > {pred % "text"}', deps=[train], outs=[pred % 'text'])
     stages['evaluate'] = dict(cmd='mkdir -p reports/metrics && ls out/predictions > reports/metrics/results.csv', deps=['out/predictions'],
                               outs=[{'reports/metrics/results.csv': dict(cache=False, persist=True)}])
-    (base/'dvc.yaml').write_text(yaml.safe_dump(dict(stages=stages)))
+    (base/'dvc.yaml').write_text(yaml.safe_dump(dict(stages=stages), sort_keys=False)) # the order of a matrix makes the names
     (base/'data.dvc').unlink()
     (base/'.gitignore').write_text('/out\n/data\n/.dvcstore\n')
     run(base, 'dvc', 'init', '-q', check=True); run(base, 'dvc', 'remote', 'add', '-q', '-d', 'store', base/'.dvcstore', check=True)
