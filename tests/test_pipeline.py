@@ -6,13 +6,20 @@ import pytest, yaml
 
 from conftest import BIN, copy_project, run
 
-TINY = { # dotted key of params.yaml -> value: a few programs, a few steps
-    'data.max_programs': 6, 'splits.names': ['temporal', 'drug'], 'evaluate.bootstrap': 200, 'evaluate.permutations': 200,
-    'baselines.boosting.max_iter': [10], 'baselines.logistic.C': [0.01], 'prompts.max_tokens': 160, 'lora.layers': 2,
-    'lora.rank': 2, 'train.epochs': 1, 'decode.samples': 2, 'decode.max_items': 6,
+TINY = { # dotted key of params.yaml -> value: a few programs, a few steps, one setting of each grid
+    'threads': 1, # a second process would spend longer on its imports than on its share of the work
+    'data.max_programs': 6, 'splits.names': ['temporal', 'drug'], 'features.splits': ['temporal', 'drug'], 'evaluate.bootstrap': 200, 'evaluate.permutations': 200,
+    'baselines.last_window.max_back': [4], 'baselines.frequency.half_life_months': [18], 'baselines.frequency.prior': [0.1],
+    'baselines.class_prior.half_life_months': [18], 'baselines.class_prior.kappa': [1], 'baselines.nearest.k': [10], 'baselines.nearest.half_life_months': [18],
+    'baselines.logistic.C': [0.01], 'baselines.boosting.max_iter': [10], 'baselines.average.max_iter': [10],
+    'prompts.max_tokens': 160, 'lora.layers': 2, 'lora.rank': 2, 'train.epochs': 1, 'decode.samples': 2, 'decode.max_items': 6,
+    'policies.text.objectives': ['bc'], 'policies.items.splits': ['temporal', 'drug'], 'policies.items.objectives': ['bc', 'iql'],
+    'weights.folds': 2, 'weights.iql.steps': 50, 'weights.iql.hidden': 32,
+    'items.folds': 2, 'items.queries': 4, 'items.layers': 1, 'items.hidden': 8, 'items.train.epochs': 1,
+    'select.origins': ['2019-02-01', '2020-02-01'], 'select.lr': [1e-3],
     'simulator.seeds': 2, 'simulator.programs': 60, 'simulator.sizes': [50, 100], 'simulator.iql.steps': 60,
-    'policies.objectives': ['bc', 'iql'], 'weights.iql.steps': 50,
 }
+MADE = ['out/notebooks', 'out/predictions', 'out/adapters', 'out/items', 'out/select', 'out/anchors', 'out/weights', 'out/records', 'out/episodes', 'reports']
 
 def set_params(root, **changes):
     "Change values of params.yaml by dotted key, keeping the rest."
@@ -53,7 +60,11 @@ def test_every_page_and_table_is_made(tiny):
             part = res[(res.scope == scope) & (res.split == split)]
             assert methods <= set(part.method), (scope, split)
     main = res[(res.scope == 'landscape') & (res.split == 'temporal') & (res.metric == 'indication_f1')]
-    assert set(main.objective.dropna()) >= {'bc', 'iql'}
+    policy = main[main.method == 'policy']
+    runs = set(policy[['form', 'objective']].itertuples(index=False, name=None))
+    assert runs == {('text', 'bc'), ('items', 'bc'), ('items', 'iql'), ('frozen', 'bc'), ('features', 'bc')}, 'both forms, and the ablations of the items form'
+    drug = res[(res.split == 'drug') & (res.method == 'policy')]
+    assert set(drug.form) == {'items', 'frozen', 'features'} and set(drug.scope) == {'landscape'}
     assert (main.lo <= main.value).all() and (main.value <= main.hi).all() and main.n_programs.between(1, 8).all()
 
 def test_second_run_does_nothing(tiny):
@@ -71,9 +82,10 @@ def test_one_baseline_parameter_reruns_only_what_depends_on_it(tiny):
     run(tiny, 'dvc', 'repro', check=True)
 
 def test_forced_rerun_gives_the_same_bytes(tiny):
-    before = digests(tiny, 'out/notebooks', 'out/predictions', 'out/adapters', 'out/records', 'out/episodes', 'reports')
+    before = digests(tiny, *MADE)
+    assert {'items', 'select', 'anchors', 'weights'} <= {f.split('/')[1] for f in before}, 'each folder holds something to compare'
     run(tiny, 'dvc', 'repro', '-f', check=True)
-    after = digests(tiny, 'out/notebooks', 'out/predictions', 'out/adapters', 'out/records', 'out/episodes', 'reports')
+    after = digests(tiny, *MADE)
     assert {k for k in before | after if before.get(k) != after.get(k)} == set()
 
 # --- what goes wrong ---------------------------------------------------------------------------------------------------
@@ -92,12 +104,11 @@ def fails_with(root, *words, target='ingest'):
 
 @pytest.fixture
 def broken(tiny, tmp_path):
-    "The tiny project with its data free to break; whatever a test does to data and params is undone."
+    "The tiny project with its data free to break; whatever a test does to data and params is undone, what `dvc repro` made of it is not."
     saved = {p: p.read_bytes() for p in [*(tiny/'data').iterdir(), tiny/'params.yaml', tiny/'data.dvc']}
     yield tiny
     for p, b in saved.items():
         p.unlink(missing_ok=True); p.write_bytes(b)
-    run(tiny, 'dvc', 'repro', check=True)
 
 def rewrite(path, change): # a table through a function, as a new file: DVC may have linked the old one
     df = change(pd.read_parquet(path)); path.unlink(); df.to_parquet(path, index=False)
@@ -153,6 +164,7 @@ def test_typo_in_params(broken):
 
 def test_killed_stage_leaves_nothing_half_written(tiny):
     "SIGKILL in the middle of evaluate: the reports stay, and the next run completes."
+    run(tiny, 'dvc', 'repro', check=True) # after the tests that broke something: all is as it was
     good = digests(tiny, 'reports')
     env = os.environ | {'PATH': f'{BIN}:{os.environ["PATH"]}', 'PYTHONPATH': str(tiny)}
     env.pop('CLINICAL_RL_ROOT', None)

@@ -85,6 +85,11 @@ def test_git_stays_small():
     assert sum(sizes.values()) < 12e6
     assert {f for f, n in sizes.items() if n > 1e6 and not f.startswith(('reports/', '.dvcstore/'))} == set()
 
+def test_reports_stay_small():
+    "Everything in reports/, the full comparison too."
+    from clinical_rl.report import MAX_BYTES
+    assert sum(p.stat().st_size for p in (ROOT/'reports').rglob('*') if p.is_file()) <= MAX_BYTES
+
 @pytest.mark.parametrize('stage', [s for s, d in DVC.items() if 'matrix' in d])
 def test_matrix_stage_takes_its_parameters(stage):
     "Without the tag papermill's values come first and the notebook's own defaults overwrite them."
