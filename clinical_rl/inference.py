@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = ['HEADLINE', 'SIMPLEST', 'COMPARED', 'PRIMARY', 'LESS', 'ANCHOR', 'cluster_sums', 'draws', 'cluster_bootstrap',
            'paired_values', 'paired', 'permutation_test', 'holm', 'verdict', 'few_clusters', 'results_table',
-           'bootstrap_ece', 'chosen_baselines', 'rivals', 'comparisons', 'mean_interval']
+           'bootstrap_ece', 'chosen_baselines', 'rivals', 'comparisons']
 
 # %% ../nbs/15_inference.ipynb #c003
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from . import metrics
 
@@ -237,13 +236,3 @@ def comparisons(
     first = (out.family == 'primary').to_numpy(); adjusted = np.full(len(out), np.nan); adjusted[first] = holm(out.p[first]); out['p_holm'] = adjusted
     out['verdict'] = [verdict(r.diff, r.lo, r.hi, r.p, r.n_programs, min_clusters, p_holm=r.p_holm if r.family == 'primary' else None) for r in out.itertuples()]
     return out
-
-# %% ../nbs/15_inference.ipynb #c041
-def mean_interval(
-    x, # one number a repetition
-) -> tuple: # (mean, lower, upper)
-    "Mean of a few repetitions with Student's 95 % interval; a single one has no limits."
-    x = np.asarray(x, float); x = x[~np.isnan(x)]
-    if len(x) < 2: return (float(x.mean()) if len(x) else np.nan), np.nan, np.nan
-    half = stats.t.ppf(0.975, len(x) - 1)*x.std(ddof=1)/np.sqrt(len(x))
-    return float(x.mean()), float(x.mean() - half), float(x.mean() + half)
