@@ -36,7 +36,7 @@ def shrink_png(
     from PIL import Image, ImageChops
     raw = base64.b64decode(b64)
     rgb = Image.open(BytesIO(raw)).convert('RGB')
-    small = rgb.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    small = rgb.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     if max(hi for _, hi in ImageChops.difference(rgb, small.convert('RGB')).getextrema()) > 20: return b64.replace('\n', '')
     out = BytesIO(); small.save(out, 'PNG', optimize=True)
     return base64.b64encode(min(raw, out.getvalue(), key=len)).decode()
@@ -270,7 +270,7 @@ def headline(
         policy = (first.method == 'policy') & first.form.isin(['items', 'text']) & (first.decoding == 'expected_f1')
         rows = []
         for k in first[policy | first.method.isin(base)][KEY].itertuples(index=False, name=None):
-            g = r[(r[KEY] == k).all(axis=1)].set_index('metric')[['value', 'lo', 'hi']]
+            g = r[(r[KEY] == pd.Series(k, KEY)).all(axis=1)].set_index('metric')[['value', 'lo', 'hi']]
             rows.append(dict(key=k, label=method_label(*k[:4]), role='policy' if k[0] == 'policy' else 'chosen' if k[0] in chosen else 'best',
                              **{m: tuple(map(float, v)) for m, *v in g.itertuples(name=None)}))
         blocks.append(dict(scope=scope, split=split, rows=rows, n_episodes=int(first.n_episodes.max()), n_programs=int(first.n_programs.max())))

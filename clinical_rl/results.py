@@ -83,11 +83,12 @@ def in_words(
     base = r[r.method == vs.baseline.iloc[0]].iloc[0]
     out.append(f'The comparison baseline is *{show.method_label(base.method)}* with '
                f'{show.interval(base.value, base.lo, base.hi, scale=100)} % indication F1.')
-    if n.n_dates == 1:
-        out.append('**All these windows have one decision date, so this split is descriptive**: an interval over programs does not '
-                   'hold what differs between half-years, and no difference here is evidence.')
     policies = vs[(vs.method == 'policy') & (vs.decoding == 'expected_f1')]
     items, text = policies[policies.form == 'items'], policies[policies.form == 'text']
+    if n.n_dates == 1:
+        return [*out, '**All these windows have one decision date, so this split is descriptive**: an interval over programs does not '
+                      'hold what differs between half-years, and no difference here is evidence.',
+                *([f'Differences of the policies, for what they are worth: {_each(policies)}.'] if len(policies) else [])]
     if len(items): out.append(_items_said(items))
     if len(text): out.append(f'Writing text: {grouped(text)}.')
     others = vs[~vs.method.isin(['policy', 'empty'])]

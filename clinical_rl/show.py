@@ -70,7 +70,7 @@ def interval(
 ) -> str: # '58.4 [53.0, 63.8]'
     "Estimate with its interval as text; an estimate without interval stands alone."
     if pd.isna(value): return '–'
-    f = lambda x: f'{x*scale:.{digits}f}'.replace('-', '−')
+    f = lambda x: f'{round(x*scale, digits) + 0:.{digits}f}'.replace('-', '−') # + 0: no minus before a zero
     return f(value) if pd.isna(lo) or pd.isna(hi) else f'{f(value)} [{f(lo)}, {f(hi)}]'
 
 def _box(kind='', label='table'): # opening tag of a box in which a table scrolls, also with the arrow keys
