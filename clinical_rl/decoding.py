@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['ITEM', 'ITEM_P', 'PREDICTION_SCHEMA', 'PREDICTION_KEY', 'poisson_binomial', 'leave_one_out', 'expected_f1_curve',
            'expected_f1_set', 'expected_f1_set_from_samples', 'fill_line_regimen', 'validate_predictions',
-           'prediction_frame', 'write_predictions', 'read_predictions', 'predictions_from_samples', 'decode_window']
+           'prediction_frame', 'write_predictions', 'read_predictions', 'predictions_from_samples', 'decode_window',
+           'policy_files']
 
 # %% ../nbs/12_decoding.ipynb #c003
 import itertools
@@ -101,8 +102,8 @@ ITEM = pa.struct([(k, pa.string()) for k in ('indication', 'phase', 'line', 'reg
 ITEM_P = pa.struct([*ITEM, pa.field('p', pa.float32())])
 PREDICTION_SCHEMA = pa.schema([
     ('scope', pa.string()), ('split', pa.string()),
-    ('method', pa.string()),     # empty, last_window, frequency, class_prior, nearest, logistic, boosting, policy
-    ('form', pa.string()),       # text or items; '' for baselines
+    ('method', pa.string()),     # a name of baselines.METHODS, or policy
+    ('form', pa.string()),       # text, items, or items with less: frozen, features; '' for baselines
     ('objective', pa.string()),  # bc, rw_bc, lr_bc, iql; '' for baselines
     ('seed', pa.int64()),
     ('decoding', pa.string()),   # expected_f1, greedy or rule
@@ -216,3 +217,11 @@ def decode_window(
     p = np.asarray(p, float)
     kept = [i for i in np.argsort(-p, kind='stable') if p[i] >= floor]
     return [filled[i] for i in expected_f1_set(p, min_items)], [(*filled[i], float(p[i])) for i in kept]
+
+# %% ../nbs/12_decoding.ipynb #c039
+def policy_files(
+    policies, # params.policies
+) -> list: # names without ending
+    "The prediction files of all policies, in the order of the parameters."
+    return [f'policy-{form}-{scope}-{split}-{seed}' for form in ('text', 'items')
+            for scope in getattr(policies, form).scopes for split in getattr(policies, form).splits for seed in policies.seeds]

@@ -10,11 +10,13 @@ __all__ = ['HIDDEN_TAGS', 'PAGES', 'MAX_BYTES', 'HEADLINE', 'HEADLINE_METRICS', 
 
 # %% ../nbs/17_report.ipynb #c003
 import base64, calendar, hashlib, html, json, os, re, struct, tempfile
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
 import yaml
 
+from . import results as rs
 from .core import DataError, atomic_write, load_params, root as project_root, write_json
 from .show import COLORS, KINDS, interval, method_label, plain, table_html, use_style, _box, _inline
 
@@ -34,7 +36,7 @@ def shrink_png(
     from PIL import Image, ImageChops
     raw = base64.b64decode(b64)
     rgb = Image.open(BytesIO(raw)).convert('RGB')
-    small = rgb.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    small = rgb.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     if max(hi for _, hi in ImageChops.difference(rgb, small.convert('RGB')).getextrema()) > 20: return b64.replace('\n', '')
     out = BytesIO(); small.save(out, 'PNG', optimize=True)
     return base64.b64encode(min(raw, out.getvalue(), key=len)).decode()
@@ -156,11 +158,13 @@ PAGES = [
          lede='What public records there are, by kind, program and year, what is missing, how well text is coded.'),
     dict(file='episodes.html', title='Episodes', stages=['episodes', 'splits', 'rewards', 'prompts'],
          lede='Decision dates, what was public on them, what was done next, what came of it, and who is held out.'),
-    dict(file='training.html', title='Training', stages=['base_model', 'encode', 'weights', 'train', 'policies'],
-         lede='The language model, how much each window counts, the adapters trained on the windows, and how the training went.'),
+    dict(file='training.html', title='Training', stages=['base_model', 'weights', 'encode', 'anchor', 'select', 'items', 'train', 'policies'],
+         lede='The language model, how much each window counts, the policies trained on the windows, and how the training went.'),
     dict(file='simulator.html', title='Simulator', stages=['simulator'],
          lede='A made-up world whose best policy is known exactly: does each objective do what it claims, and when does it not?'),
-    dict(file='results.html', title='Results', stages=['features', 'baseline', 'evaluate'],
+    dict(file='baselines.html', title='Baselines', stages=['features', 'baseline'],
+         lede='Simple forecasts that a policy has to beat, and the numbers that they and the item policies are given.'),
+    dict(file='results.html', title='Results', stages=['evaluate'],
          lede='Every method on every split, with intervals: what can be told apart from chance, and what cannot.'),
 ]
 MAX_BYTES = 5*2**20 # of the whole folder reports/
@@ -170,8 +174,10 @@ def run_names(
     params,    # they say which runs a matrix stage has
 ) -> list: # names of executed notebooks without ending, in the order of params
     "The runs of a stage: itself, or one per run of a matrix."
-    m = params.policies
-    variants = dict(baseline=params.baselines.methods, policies=m.splits, weights=m.splits, train=[f'{s}-{o}' for s in m.splits for o in m.objectives])
+    text, items = params.policies.text, params.policies.items
+    def cells(*lists): return ['-'.join(map(str, c)) for c in product(*lists)]
+    variants = dict(baseline=params.baselines.methods, weights=params.features.splits, items=cells(items.scopes, items.splits, params.policies.seeds),
+                    train=cells(text.scopes, text.splits, text.objectives, params.policies.seeds), policies=cells(text.scopes, text.splits, params.policies.seeds))
     return [f'{stage}-{v}' for v in variants[stage]] if stage in variants else [stage]
 
 def find_runs(
@@ -179,10 +185,11 @@ def find_runs(
     folder,    # of the executed notebooks
     params,    # of `run_names`: files of runs that are no longer asked for may lie there
 ) -> list: # (name, variant, path) in the order of params
-    "Executed notebooks of a stage. DataError names the stage whose notebook is missing."
+    "Executed notebooks of a stage. DataError names the stage whose notebook is missing, unless `evaluate.partial` lets runs of policies wait."
     runs = []
     for name in run_names(stage, params):
         if not (path := Path(folder)/f'{name}.ipynb').exists():
+            if params.evaluate.partial and stage in ('items', 'train', 'policies'): continue
             raise DataError(f'{path} is missing: stage {stage} has not run; run `dvc repro`')
         runs.append((name, name.removeprefix(stage).lstrip('-').replace('-', ', '), path))
     return runs
@@ -245,35 +252,28 @@ def read_metrics(
     text = [c for c in ('form', 'objective', 'decoding') if c in df]
     return df.astype({c: object for c in text}).fillna({c: '' for c in text})
 
-RESULT_COLUMNS = ['scope', 'split', *KEY, 'n_episodes', 'n_programs', 'metric', 'value', 'lo', 'hi']
-COMPARISON_COLUMNS = ['scope', 'split', 'metric', *KEY, 'baseline', 'diff', 'lo', 'hi', 'verdict']
+RESULT_COLUMNS = ['scope', 'split', *KEY, 'n_seeds', 'n_dates', 'n_episodes', 'n_programs', 'metric', 'value', 'lo', 'hi']
+COMPARISON_COLUMNS = ['scope', 'split', 'metric', *KEY, 'n_seeds', 'against', 'baseline', 'diff', 'lo', 'hi', 'family', 'verdict']
 
 def headline(
     results:pd.DataFrame,     # results.csv
     comparisons:pd.DataFrame, # comparisons.csv
 ) -> list: # per scope and split: dict(scope, split, n_episodes, n_programs, rows), rows sorted by indication F1
-    "The headline table as data; rows hold label, role (policy, chosen, baseline), and (value, lo, hi) per metric."
+    "The headline table as data: the comparison baseline, the best baseline, the policies; rows hold label, role (policy, chosen, best), and (value, lo, hi) per metric."
     blocks = []
     for scope, split in HEADLINE:
-        r = results[(results.scope == scope) & (results.split == split) & (results.method != 'empty')]
-        r = r[r.metric.isin(list(HEADLINE_METRICS))]
-        c = comparisons[(comparisons.scope == scope) & (comparisons.split == split)]
+        r = rs.at(results, scope, split); r = r[(r.method != 'empty') & r.metric.isin(list(HEADLINE_METRICS))]
         if r.empty: continue
-        chosen = set(c.baseline.unique())
+        first = r[r.metric == 'indication_f1'].sort_values('value', ascending=False, kind='stable')
+        chosen = set(rs.at(comparisons, scope, split, against='chosen').baseline)
+        base = [*chosen, *first.method[first.method != 'policy'].head(1)]
+        policy = (first.method == 'policy') & first.form.isin(['items', 'text']) & (first.decoding == 'expected_f1')
         rows = []
-        groups = {k: g for k, g in r.groupby(KEY, sort=True, dropna=False)}
-        seeds = pd.DataFrame(list(groups), columns=KEY).groupby(['method', 'form', 'objective']).seed.nunique()
-        for k, g in groups.items():
-            label = method_label(*k[:3])
-            if k[0] == 'policy' and k[3] == 'greedy': label += ', greedy'
-            if seeds[k[:3]] > 1: label += f', seed {k[4]}' # told apart only where needed
-            role = 'policy' if k[0] == 'policy' else 'chosen' if k[0] in chosen else 'baseline'
-            scores = {m: tuple(map(float, v)) for m, *v in g[['metric', 'value', 'lo', 'hi']].itertuples(index=False)}
-            rows.append(dict(key=k, label=label, role=role, **scores))
-        rows.sort(key=lambda x: (-x.get('indication_f1', (0,))[0], x['label']))
-        n = r[r.metric == 'indication_f1']
-        blocks.append(dict(scope=scope, split=split, rows=rows,
-                           n_episodes=int(n.n_episodes.max()), n_programs=int(n.n_programs.max())))
+        for k in first[policy | first.method.isin(base)][KEY].itertuples(index=False, name=None):
+            g = r[(r[KEY] == pd.Series(k, KEY)).all(axis=1)].set_index('metric')[['value', 'lo', 'hi']]
+            rows.append(dict(key=k, label=method_label(*k[:4]), role='policy' if k[0] == 'policy' else 'chosen' if k[0] in chosen else 'best',
+                             **{m: tuple(map(float, v)) for m, *v in g.itertuples(name=None)}))
+        blocks.append(dict(scope=scope, split=split, rows=rows, n_episodes=int(first.n_episodes.max()), n_programs=int(first.n_programs.max())))
     if not blocks:
         raise DataError('reports/metrics/results.csv has no row of the splits temporal and drug; delete it, run `dvc repro`')
     return blocks
@@ -285,51 +285,26 @@ def _pct(t): # '58.0 % [53.0, 63.8]' with spaces that hold the interval together
     return ' '.join([f'{text}\u00a0%', *ends])
 
 def findings(
-    blocks:list,              # see `headline`
+    results:pd.DataFrame,     # results.csv
     comparisons:pd.DataFrame, # comparisons.csv
     min_clusters:int=15,      # with fewer programs the sentence says so
-) -> list: # sentences in HTML
-    "The headline table in words, computed from it."
-    out = []
-    for b in blocks:
-        if b['scope'] != 'landscape': continue
-        rows = {r['key']: r for r in b['rows'] if 'indication_f1' in r}
-        base = next((r for r in rows.values() if r['role'] == 'chosen'), None) or next(iter(rows.values()))
-        where = {'temporal': 'On later windows of known programs', 'drug': 'On programs never seen in training'}[b['split']]
-        kind = 'the comparison baseline' if base['role'] == 'chosen' else 'the best method'
-        text = (f'<strong>{where}</strong> ({b["n_episodes"]:,} windows of {b["n_programs"]} programs), '
-                f'{kind}, {_the(base["label"])}, reaches '
-                f'{_pct(base["indication_f1"])} indication F1 and {_pct(base["strict_f1"])} strict F1.')
-        policies = [r for r in rows.values() if r['role'] == 'policy']
-        for r in policies:
-            c = comparisons[(comparisons.scope == b['scope']) & (comparisons.split == b['split'])]
-            c = c[c.metric == 'indication_f1']
-            c = c[[tuple(k) == r['key'] for k in c[KEY].itertuples(index=False, name=None)]]
-            text += f' The {r["label"]} reaches {_pct(r["indication_f1"])}'
-            if len(c):
-                d, lo, hi = (float(c[x].iloc[0])*100 for x in ('diff', 'lo', 'hi'))
-                p = next((float(c[x].iloc[0]) for x in ('p_holm', 'p') if x in c and pd.notna(c[x].iloc[0])), None)
-                few, word = b['n_programs'] < min_clusters and p is not None, c.verdict.iloc[0]
-                ends = ' to '.join(interval(x, None, None) for x in (lo, hi))
-                text += (f', {abs(d):.1f} points {"above" if d > 0 else "below"} that baseline (paired interval {ends}'
-                         + ('' if p is None else f', p = {p:.3f}' if p >= .001 else ', p &lt; 0.001') + '): '
-                         + dict(higher='it is better', lower='it is worse').get(word, 'the two cannot be told apart')
-                         + (f', judged by permutation too, since there are only {b["n_programs"]} programs.' if few else '.'))
-            else: text += '.'
-        if not policies: text += ' No policy has been trained on this split yet.'
-        out.append(text)
-    return out
+) -> list: # one text a split, in HTML
+    "What the splits of the headline table show in scope landscape."
+    return [_inline(' '.join(rs.in_words(results, comparisons, scope, split, min_clusters)))
+            for scope, split in HEADLINE if scope == 'landscape' and len(rs.at(results, scope, split))]
 
 # %% ../nbs/17_report.ipynb #c025
+def _color(role): return COLORS.get(role, COLORS['baseline'])
+
 def forest(
     blocks:list, # see `headline`
 ) -> dict: # png (base64), width, height, alt, caption
-    "Forest plot of indication F1: a panel a split, methods down, scopes side by side."
+    "Forest plot of indication F1 of the headline table: a panel a split, methods down, scopes side by side."
     import matplotlib.pyplot as plt
     from io import BytesIO
     use_style()
     splits = [s for s in ('temporal', 'drug') if any(b['split'] == s for b in blocks)]
-    order = {s: [r['label'] for r in next(b for b in blocks if b['split'] == s)['rows'] if 'indication_f1' in r] for s in splits}
+    order = {s: list(dict.fromkeys(r['label'] for b in blocks if b['split'] == s for r in b['rows'] if 'indication_f1' in r)) for s in splits}
     heights = [len(order[s]) for s in splits]
     fig, axs = plt.subplots(len(splits), 1, figsize=(5.6, .4*sum(heights) + .75*len(splits)), sharex=True,
                             height_ratios=heights, squeeze=False)
@@ -337,15 +312,15 @@ def forest(
         here = [b for b in blocks if b['split'] == s]
         for b, marker, dy in zip(here, 'os', (-.14, .18)):
             for r in b['rows']:
-                if r['label'] not in order[s] or 'indication_f1' not in r: continue
+                if 'indication_f1' not in r: continue
                 v, lo, hi = (100*x for x in r['indication_f1'])
-                y, c = order[s].index(r['label']) + dy, COLORS[r['role']]
+                y, c = order[s].index(r['label']) + dy, _color(r['role'])
                 if lo == lo: ax.plot([lo, hi], [y, y], color=c, lw=1.7, alpha=.9 if b['scope'] == 'landscape' else .55)
                 ax.plot(v, y, marker, color=c, mfc=c if b['scope'] == 'landscape' else 'white', ms=5.6, mew=1.5)
         ax.set_yticks(range(len(order[s])), order[s]); ax.set_ylim(len(order[s]) - .5, -.5)
         roles = {r['label']: r['role'] for r in reversed([r for b in here for r in b['rows']])}
         for t in ax.get_yticklabels():
-            if roles[t.get_text()] != 'baseline': t.set_color(COLORS[roles[t.get_text()]]); t.set_fontweight('bold')
+            if roles[t.get_text()] != 'best': t.set_color(_color(roles[t.get_text()])); t.set_fontweight('bold')
         n = here[0]['n_programs']
         ax.set_title({'temporal': 'Temporal: later windows', 'drug': 'Drug: unseen programs'}[s] + f' ({n} programs)')
         ax.grid(axis='y', visible=False)
@@ -355,13 +330,13 @@ def forest(
     from matplotlib.lines import Line2D
     marks = [Line2D([], [], color='#444', marker=m, mfc='#444' if m == 'o' else 'white', ls='', label=l)
              for m, l in (('o', 'landscape'), ('s', 'sponsor')) if any(b['scope'] == l for b in blocks)]
-    names = dict(policy='policy', chosen='comparison baseline', baseline='other baselines')
-    marks += [Line2D([], [], color=COLORS[k], lw=3, label=l) for k, l in names.items()
+    names = dict(policy='policy', chosen='comparison baseline', best='best baseline')
+    marks += [Line2D([], [], color=_color(k), lw=3, label=l) for k, l in names.items()
               if any(r['role'] == k for b in blocks for r in b['rows'])]
     fig.legend(handles=marks, loc='outside lower center', ncols=3, columnspacing=1.4, handletextpad=.5)
     buf = BytesIO(); fig.savefig(buf, format='png', metadata={'Software': None}); plt.close(fig)
     best = {b['split']: b['rows'][0] for b in reversed(blocks) if b['rows']}
-    text = 'Indication F1 of every method. ' + ' '.join(
+    text = 'Indication F1 of the policies and of the baselines to beat. ' + ' '.join(
         f'On the {s} split {_the(best[s]["label"])} is highest in scope landscape at {_pct(best[s]["indication_f1"])}.'
         for s in splits)
     png = shrink_png(base64.b64encode(buf.getvalue()).decode())
@@ -373,7 +348,7 @@ def headline_html(
     blocks:list, # see `headline`
 ) -> str: # HTML
     "The headline table: a group of rows for each scope and split."
-    tags = dict(policy='', chosen=' <span class="tag">comparison baseline</span>', baseline='')
+    tags = dict(policy='', chosen=' <span class="tag">comparison baseline</span>', best=' <span class="tag">best baseline, in hindsight</span>')
     head = ''.join(f'<th scope="col" class=num>{l} <span class="unit">%</span></th>' for l in HEADLINE_METRICS.values())
     body = ''
     for b in blocks:
@@ -389,7 +364,8 @@ def headline_html(
     return (f'{_box(" headline", "Headline results")}\n<table>\n'
             '<caption><span>Test windows: mean with 95 % interval over programs</span></caption>\n'
             f'<thead><tr><th scope="col">Method</th>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n</div>\n'
-            '<p class="note">An empty portfolio scores 0 on all three and is left out.</p>')
+            '<p class="note">The comparison baseline was chosen on validation windows, the best baseline is the one that turned out highest here. All '
+            'methods: <a href="results.html">results</a>.</p>')
 
 # %% ../nbs/17_report.ipynb #c030
 def data_summary(
@@ -433,7 +409,7 @@ def home(
     p = load_params(Path(base)/'params.yaml')
     return _environment(templates).get_template('home.html.j2').render(
         dates=' and '.join(f'1 {calendar.month_name[m]}' for m in p.episodes.decision_months), months=p.episodes.window_months,
-        findings=findings(blocks, cmp, p.evaluate.min_clusters), forest=forest(blocks), table=headline_html(blocks),
+        findings=findings(res, cmp, p.evaluate.min_clusters), forest=forest(blocks), table=headline_html(blocks),
         pages=PAGES[1:], tiles=tiles, records=records)
 
 # %% ../nbs/17_report.ipynb #c032
@@ -460,8 +436,10 @@ def build_reports(
     for page in PAGES[1:]:
         sections = [render_section(read_notebook(path), name, templates, variant, exporter)
                     for name, variant, path in runs[page['file']]]
-        pages[page['file']] = render_page(page, '\n'.join(s['html'] for s in sections), sections, foot, templates)
-    kept = sum(p.stat().st_size for p in out.rglob('*') if p.is_file() and p.name not in pages) if out.exists() else 0
+        left = [r for s in page['stages'] for r in run_names(s, params) if r not in {name for name, *_ in runs[page['file']]}] # see evaluate.partial
+        note = f'<p class="note">Not run yet: {html.escape(", ".join(left))}.</p>\n' if left else ''
+        pages[page['file']] = render_page(page, note + '\n'.join(s['html'] for s in sections), sections, foot, templates)
+    kept = sum(p.stat().st_size for p in out.rglob('*') if p.is_file() and p.relative_to(out).as_posix() not in pages) if out.exists() else 0
     total = kept + sum(len(t.encode()) for t in pages.values())
     if total > max_bytes:
         raise DataError(f'reports would take {total/2**20:.1f} MiB, more than {max_bytes/2**20:.1f}; '
@@ -484,11 +462,11 @@ def _readme_results(base): # headline table in Markdown
                   '| method | ' + ' | '.join(f'{l} (%)' for l in HEADLINE_METRICS.values()) + ' |',
                   '| --- |' + ' ---: |'*len(HEADLINE_METRICS)]
         for r in b['rows']:
-            name = dict(policy=f'**{r["label"]}**', chosen=f'{r["label"]} (comparison baseline)', baseline=r['label'])[r['role']]
+            name = dict(policy=f'**{r["label"]}**', chosen=f'{r["label"]} (comparison baseline)', best=f'{r["label"]} (best baseline, in hindsight)')[r['role']]
             cells = (interval(*r[m], scale=100) if m in r else '–' for m in HEADLINE_METRICS)
             lines.append(f'| {name} | ' + ' | '.join(cells) + ' |')
         lines.append('')
-    return '\n'.join([*lines, *(plain(f) + '\n' for f in findings(blocks, cmp))]).strip()
+    return '\n'.join([*lines, *(plain(f) + '\n' for f in findings(res, cmp, load_params(Path(base)/'params.yaml').evaluate.min_clusters))]).strip()
 
 def _readme_data(base): # one sentence about the data
     path = Path(base)/'reports'/'metrics'/'data.json'
