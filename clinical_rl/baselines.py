@@ -200,8 +200,7 @@ def decode(
     min_items=1, floor=0.002,
 ) -> tuple: # items, item_probs: a list a window
     "Expected-F1 portfolios of several windows."
-    out = [decoding.decode_window(block.filled(i), p, min_items, floor) for i, p in zip(rows, P)]
-    return [a for a, _ in out], [c for _, c in out]
+    return decoding.decode_windows([block.filled(i) for i in rows], P, min_items, floor)
 
 def fitted(
     method,   # one of METHODS

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ITEM', 'ITEM_P', 'PREDICTION_SCHEMA', 'PREDICTION_KEY', 'poisson_binomial', 'leave_one_out', 'expected_f1_curve',
-           'expected_f1_set', 'expected_f1_set_from_samples', 'fill_line_regimen', 'validate_predictions',
-           'prediction_frame', 'write_predictions', 'read_predictions', 'predictions_from_samples', 'decode_window',
-           'policy_files']
+           'expected_f1_sets', 'expected_f1_set', 'expected_f1_set_from_samples', 'fill_line_regimen',
+           'validate_predictions', 'prediction_frame', 'write_predictions', 'read_predictions',
+           'predictions_from_samples', 'decode_windows', 'policy_files']
 
 # %% ../nbs/12_decoding.ipynb #c003
 import itertools
@@ -20,56 +20,63 @@ from .features import INDS, LINE_REGIMEN, PHASES, item_counts, line_regimen_law
 
 # %% ../nbs/12_decoding.ipynb #c006
 def poisson_binomial(
-    p, # probabilities of independent events
-) -> np.ndarray: # P(exactly s events), s = 0 .. len(p)
+    p, # (..., n) probabilities of independent events
+) -> np.ndarray: # (..., n + 1) P(exactly s events), s = 0 .. n
     "Law of the number of events that happen."
-    law = np.zeros(len(p) + 1); law[0] = 1.0
-    for j, q in enumerate(p, 1):
-        law[1:j+1] = law[1:j+1]*(1 - q) + law[:j]*q
-        law[0] *= 1 - q
+    p = np.asarray(p, float)
+    law = np.zeros((*p.shape[:-1], p.shape[-1] + 1)); law[..., 0] = 1.0
+    for j, q in enumerate(np.moveaxis(p, -1, 0)[..., None], 1):
+        law[..., 1:j+1] = law[..., 1:j+1]*(1 - q) + law[..., :j]*q
+        law[..., :1] *= 1 - q
     return law
 
 def leave_one_out(
-    p,           # probabilities of n independent events
+    p,           # (..., n) probabilities of independent events
     first=None,  # events to leave out: the first so many; default all
-) -> np.ndarray: # (first, S): row i holds P(exactly s of the others), s = 0 .. S-1; above S the probability is below 1e-18
+) -> np.ndarray: # (..., first, S): P(exactly s of the others), s = 0 .. S-1; above S the probability is below 1e-18
     "For each event, the law of the number of the other events that happen."
-    p = np.asarray(p, float); law = poisson_binomial(p)
-    S = min(int(np.flatnonzero(law > 1e-20)[-1]) + 2, len(p)); law = np.append(law, 0.0)
-    p = p[:first]; low = p <= 0.5; out = np.zeros((len(p), S))
-    pl, ph = p[low], p[~low]
-    up, down = np.zeros((S, len(pl))), np.zeros((S + 1, len(ph)))
-    for s in range(S): up[s] = (law[s] - (pl*up[s-1] if s else 0))/(1 - pl)
-    for s in range(S - 1, -1, -1): down[s] = (law[s+1] - (1 - ph)*down[s+1])/ph
-    out[low], out[~low] = up.T, down[:S].T
-    return np.clip(out, 0, 1)
+    p = np.asarray(p, float); n = p.shape[-1]; law = poisson_binomial(p)
+    S = min(int(np.flatnonzero((law > 1e-20).reshape(-1, n + 1).any(0))[-1]) + 2, n)
+    law = np.append(law, np.zeros_like(law[..., :1]), -1)
+    p = p[..., :first]; low = p <= 0.5; pl, ph = np.where(low, p, 0), np.where(low, 1, p)
+    up, down = np.zeros((S, *p.shape)), np.zeros((S + 1, *p.shape))
+    for s in range(S): up[s] = (law[..., s, None] - (pl*up[s-1] if s else 0))/(1 - pl)
+    for s in range(S - 1, -1, -1): down[s] = (law[..., s+1, None] - (1 - ph)*down[s+1])/ph
+    return np.clip(np.moveaxis(np.where(low, up, down[:S]), 0, -1), 0, 1)
 
 # %% ../nbs/12_decoding.ipynb #c010
 def expected_f1_curve(
-    p,          # probabilities in decreasing order
+    p,          # (..., n) probabilities in decreasing order
     sizes=None, # only the first so many prefixes; default all
-) -> np.ndarray: # expected F1 of the first k pairs, k = 1 .. sizes
+) -> np.ndarray: # (..., sizes) expected F1 of the first k pairs, k = 1 .. sizes
     "Expected F1 of every prefix, exact under independence."
-    law = leave_one_out(p, sizes); k = len(law)
-    gain = 2.0/(np.arange(law.shape[1])[:, None] + np.arange(1, k + 1)[None, :] + 1) # rows s others that happen, columns size
-    return np.triu(np.asarray(p, float)[:k, None]*(law @ gain)).sum(0)              # column k adds the first k rows
+    law = leave_one_out(p, sizes); k, S = law.shape[-2:]
+    gain = 2.0/(np.arange(S)[:, None] + np.arange(1, k + 1) + 1) # rows s others that happen, columns size
+    return np.triu(np.asarray(p, float)[..., :k, None]*(law @ gain)).sum(-2) # column k adds the first k rows
+
+def expected_f1_sets(
+    P,           # (windows, n) probability of each candidate pair, any order
+    min_items=1, # least number of pairs returned
+) -> list: # indices of the chosen pairs a window, most probable first; equal probabilities keep their order
+    "Pairs whose set has the greatest expected F1 if pairs happen independently, for many windows at once."
+    P = np.asarray(P, float); n = P.shape[1]
+    if n == 0: raise core.DataError('expected_f1_sets: no candidates; give at least one probability')
+    if not ((P >= 0) & (P <= 1)).all(): raise core.DataError('expected_f1_sets: a probability lies outside [0, 1]; check the model that made it')
+    order = np.argsort(-P, axis=1, kind='stable'); top = np.take_along_axis(P, order, 1)
+    most = 2*np.cumsum(top, 1)/np.arange(2, n + 2) # bound on every curve: whoever happens, the truth holds it
+    size, left, k = np.ones(len(P), int), np.arange(len(P)), 32
+    while len(left):
+        curve = expected_f1_curve(top[left], k); size[left] = curve.argmax(1) + 1
+        left = left[most[left, k:].max(1) >= curve.max(1)] if k < n else []
+        k *= 2
+    return [o[:max(s, min_items)] for o, s in zip(order, size)]
 
 def expected_f1_set(
-    p,           # probability of each candidate pair, any order
+    p,           # (n,) probability of each candidate pair, any order
     min_items=1, # least number of pairs returned
-) -> np.ndarray: # indices of the chosen pairs, most probable first; equal probabilities keep their order
-    "Pairs whose set has the greatest expected F1 if pairs happen independently."
-    p = np.asarray(p, float)
-    if len(p) == 0: raise core.DataError('expected_f1_set: no candidates; give at least one probability')
-    if not ((p >= 0) & (p <= 1)).all(): raise core.DataError('expected_f1_set: a probability lies outside [0, 1]; check the model that made it')
-    order = np.argsort(-p, kind='stable')
-    keep = order[:max(int((p > 0).sum()), min_items, 1)] # impossible pairs never help
-    top, k = p[keep], 32
-    most = 2*np.cumsum(top)/np.arange(2, len(top) + 2) # bound on every curve: whoever happens, the truth holds it
-    while True:
-        curve = expected_f1_curve(top, k)
-        if k >= len(top) or most[k:].max() < curve.max(): return keep[:max(int(np.argmax(curve)) + 1, min_items)]
-        k *= 2
+) -> np.ndarray: # indices of the chosen pairs, as `expected_f1_sets` gives them
+    "The set of one window."
+    return expected_f1_sets(np.asarray(p, float)[None], min_items)[0]
 
 # %% ../nbs/12_decoding.ipynb #c018
 def expected_f1_set_from_samples(
@@ -207,16 +214,17 @@ def predictions_from_samples(
     return [(*pair, *best[pair]) for pair in chosen], probs
 
 # %% ../nbs/12_decoding.ipynb #c036
-def decode_window(
-    filled,        # candidate items (indication, phase, line, regimen), one a pair
-    p,             # probabilities of the pairs
+def decode_windows(
+    filled,        # candidate items (indication, phase, line, regimen) a window, one a pair
+    P,             # (windows, pairs) their probabilities
     min_items=1,   # least size of a portfolio
     floor=0.002,   # smallest probability that is kept for calibration
-) -> tuple: # items, item_probs
-    "Expected-F1 portfolio of one window, and its marginals above `floor`."
-    p = np.asarray(p, float)
-    kept = [i for i in np.argsort(-p, kind='stable') if p[i] >= floor]
-    return [filled[i] for i in expected_f1_set(p, min_items)], [(*filled[i], float(p[i])) for i in kept]
+) -> tuple: # items, item_probs: a list a window
+    "Expected-F1 portfolios, and the marginals above `floor`."
+    P = np.asarray(P, float)
+    items = [[f[i] for i in chosen] for f, chosen in zip(filled, expected_f1_sets(P, min_items))]
+    kept = [np.argsort(-p, kind='stable')[:(p >= floor).sum()] for p in P]
+    return items, [[(*f[i], float(p[i])) for i in k] for f, p, k in zip(filled, P, kept)]
 
 # %% ../nbs/12_decoding.ipynb #c039
 def policy_files(

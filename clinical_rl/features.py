@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['INDS', 'PHASES', 'N_IND', 'N_PH', 'PAIRS', 'LINE_REGIMEN', 'SHAPE', 'MONTH', 'NEVER', 'BACK', 'HEAD', 'item_counts',
            'line_regimen_law', 'Past', 'open_past', 'places', 'take', 'tally', 'catalogue', 'describe', 'momentum',
-           'date_features', 'candidates', 'build', 'known_indications', 'Block', 'as_block', 'load_block']
+           'date_features', 'candidates', 'build', 'known_indications', 'Block', 'as_block', 'load_block',
+           'write_tables']
 
 # %% ../nbs/07_features.ipynb #c003
 import itertools, re
@@ -554,3 +555,16 @@ def load_block(
     path = folder/f'{scope}-{split}.parquet'
     names = [c for c in core.parquet_columns(path) if c in HEAD or re.search(only, c)]
     return as_block(core.read_parquet(path, names), core.read_parquet(folder/f'windows-{path.name}'))
+
+def write_tables(
+    shared, # folder out/features, and the arguments of `build` but for scope and split
+    where,  # scope, split
+) -> dict: # scope, split, candidates, windows by part, share of the items that are among the candidates
+    "`build` and write, as a job of `core.parallel_map`."
+    folder, pasts, windows, splits, excluded, programs, half_lives, kappa = shared
+    table, info = build(pasts, windows, splits, excluded, programs, *where, half_lives, kappa)
+    for name, t in {'': table, 'windows-': info}.items(): core.write_parquet(t, folder/f'{name}{"-".join(where)}.parquet')
+    counts, full = info.part.value_counts(), ~info['empty'].to_numpy(bool)
+    n = len(table)//max(len(info), 1); y = table.y.to_numpy().reshape(-1, n)
+    return dict(zip(('scope', 'split'), where), candidates=n, **{f'{p} windows': counts.get(p, 0) for p in sp.PARTS},
+                **{'items among candidates': y[full].sum()/max(info['items'].map(len).sum(), 1)})
