@@ -636,4 +636,5 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': 'local', 'g
                                      'clinical_rl.weights.item_rows': ('weights.html#item_rows', 'clinical_rl/weights.py'),
                                      'clinical_rl.weights.portfolio_counts': ('weights.html#portfolio_counts', 'clinical_rl/weights.py'),
                                      'clinical_rl.weights.weigh': ('weights.html#weigh', 'clinical_rl/weights.py'),
+                                     'clinical_rl.weights.weigh_cell': ('weights.html#weigh_cell', 'clinical_rl/weights.py'),
                                      'clinical_rl.weights.window_states': ('weights.html#window_states', 'clinical_rl/weights.py')}}}

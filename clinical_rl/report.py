@@ -176,7 +176,7 @@ def run_names(
     "The runs of a stage: itself, or one per run of a matrix."
     text, items = params.policies.text, params.policies.items
     def cells(*lists): return ['-'.join(map(str, c)) for c in product(*lists)]
-    variants = dict(baseline=params.baselines.methods, weights=params.features.splits, items=cells(items.scopes, items.splits, params.policies.seeds),
+    variants = dict(baseline=params.baselines.methods, items=cells(items.scopes, items.splits, params.policies.seeds),
                     train=cells(text.scopes, text.splits, text.objectives, params.policies.seeds), policies=cells(text.scopes, text.splits, params.policies.seeds))
     return [f'{stage}-{v}' for v in variants[stage]] if stage in variants else [stage]
 

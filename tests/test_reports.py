@@ -163,7 +163,6 @@ def test_runs_follow_the_parameters():
     assert len(names) == len(items.scopes)*len(items.splits)*len(p.policies.seeds) and names[0] == f'items-{items.scopes[0]}-{items.splits[0]}-{seed}'
     assert report.run_names('train', p)[0] == f'train-{text.scopes[0]}-{text.splits[0]}-{text.objectives[0]}-{seed}'
     assert report.run_names('policies', p)[0] == f'policies-{text.scopes[0]}-{text.splits[0]}-{seed}'
-    assert report.run_names('weights', p) == [f'weights-{s}' for s in p.features.splits]
     assert [report.run_names(s, p) for s in ('anchor', 'select')] == [['anchor'], ['select']]
 
 def test_partial_run_names_what_is_missing(broken):
