@@ -199,11 +199,10 @@ def approval_lines(
     t,         # decision date
 ) -> list: # 'NSCLC 14m', most recent first, one an indication and event
     "Approved indications with months since their last approval event."
-    d = approvals[approvals.indications.notna()]
-    if d.empty: return []
-    d = d.assign(code=d.indications.astype(str).str.split('|'), months=months_between(d.event_date, t)).explode('code')
-    g = d.groupby('code').months.agg(['min', 'size']).reset_index().sort_values(['min', 'code'])
-    return [f'{c} {m}m{_times(n)}' for c, m, n in zip(g.code, g['min'], g['size'])]
+    ages = {}
+    for codes, months in zip(approvals.indications, months_between(approvals.event_date, t)):
+        for c in codes.split('|') if isinstance(codes, str) else (): ages.setdefault(c, []).append(int(months))
+    return [f'{c} {min(m)}m{_times(len(m))}' for c, m in sorted(ages.items(), key=lambda kv: (min(kv[1]), kv[0]))]
 
 def filing_line(
     filings, # of a State: of the sponsors at t, oldest first
