@@ -15,7 +15,7 @@ TINY = { # dotted key of params.yaml -> value: a few programs, a few steps, one 
     'prompts.max_tokens': 160, 'lora.layers': 2, 'lora.rank': 2, 'train.epochs': 1, 'decode.samples': 2, 'decode.max_items': 6,
     'policies.text.objectives': ['bc'], 'policies.items.splits': ['temporal', 'drug'], 'policies.items.objectives': ['bc', 'iql'],
     'weights.folds': 2, 'weights.iql.steps': 50, 'weights.iql.hidden': 32,
-    'items.folds': 2, 'items.queries': 4, 'items.layers': 1, 'items.hidden': 8, 'items.train.epochs': 1,
+    'items.folds': 2, 'items.queries': 4, 'items.depth': 2, 'items.layers': 1, 'items.hidden': 8, 'items.train.epochs': 1,
     'select.origins': ['2019-02-01', '2020-02-01'], 'select.lr': [1e-3],
     'simulator.seeds': 2, 'simulator.programs': 60, 'simulator.sizes': [50, 100], 'simulator.iql.steps': 60,
 }
