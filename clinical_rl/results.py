@@ -58,6 +58,10 @@ def _items_said(c): # item policies against the comparison baseline
     noise = (c.verdict == 'noise').all()
     return f'{head}{corrected}{": all differences are noise" if noise else ""} ({_each(c) if noise else grouped(c)}).'
 
+def _anchor_said(c, gain): # item policies against what they start from; do they gain on the comparison baseline?
+    gain = ', so what they gain on the comparison baseline is the anchor’s' if gain and not (c.verdict == 'higher').any() else ''
+    return f'Against their own anchor, the average of both classifiers, they are {grouped(c)}{gain}.'
+
 def _objectives_said(c): # objectives against bc
     ends = ' to '.join(show.interval(x, None, None, scale=100) for x in (c['diff'].min(), c['diff'].max()))
     said = f'no objective differs by more than noise ({ends} points)' if (c.verdict == 'noise').all() else grouped(c)
@@ -90,6 +94,8 @@ def in_words(
                       'hold what differs between half-years, and no difference here is evidence.',
                 *([f'Differences of the policies, for what they are worth: {_each(policies)}.'] if len(policies) else [])]
     if len(items): out.append(_items_said(items))
+    own = c[(c.against == 'parts') & (c.form == 'items') & (c.baseline == 'average')]
+    if len(own): out.append(_anchor_said(own, (items.verdict == 'higher').any()))
     if len(text): out.append(f'Writing text: {grouped(text)}.')
     others = vs[~vs.method.isin(['policy', 'empty'])]
     if policies.empty: out.append(f'No policy was trained here. Other baselines: {grouped(others)}.')
