@@ -220,7 +220,7 @@ class Runner:
         timer = threading.Timer(max(0, self.late - start), stop) if self.late and not always else None
         if timer: timer.start()
         try:
-            for line in p.stdout: print(line, end='', flush=True); ran |= f"Running stage '{target}'" in line
+            for line in p.stdout: ran |= f"Running stage '{target}'" in line; print(line, end='', flush=True)
             p.wait()
         except BaseException:
             stop(); p.wait()
