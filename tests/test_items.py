@@ -44,11 +44,13 @@ def material(folder, n=120, change=lambda w, X, y: None):
     return items.Material(Block(w, pairs, ['any_pair_18', 'phase_rank'], X, y, np.zeros((n, 6), np.int8)), pd.DataFrame(dict(p=p, forward=p)), {}, None, None, [],
                           params, Path(folder)/'checkpoints')
 
-def forecast(m, folder):
+def one_job(m, folder):
     train = m.block.windows[m.block.windows.part == 'train']
-    job = dict(scope='landscape', split='drug', form='features', objective='bc', seed=1, lr=1e-2, weights=train[['episode_id']].assign(weight=1.), folder=Path(folder)/'run',
-               base=dict(id='none', sha256=''))
-    return pd.Series(items.run(m, job)['item_probs'], index=m.block.windows.episode_id[m.block.windows.part.isin(['val', 'test'])])
+    return dict(scope='landscape', split='drug', form='features', objective='bc', seed=1, lr=1e-2, weights=train[['episode_id']].assign(weight=1.), folder=folder/'run',
+                base=dict(id='none', sha256=''))
+
+def forecast(m, folder):
+    return pd.Series(items.run(m, one_job(m, folder))['item_probs'], index=m.block.windows.episode_id[m.block.windows.part.isin(['val', 'test'])])
 
 def test_a_planted_held_out_program_moves_no_other_forecast(tmp_path):
     def plant(w, X, y): held = (w.program == 'x5').to_numpy(); X[held] = 77; y[held] = 1
@@ -71,9 +73,6 @@ def test_later_windows_move_no_forecast_at_an_origin(tmp_path):
     (lambda job: job.update(lr=float('inf')), 'lower train.lr'),
 ])
 def test_what_goes_wrong_is_named(tmp_path, spoil, says):
-    m = material(tmp_path); train = m.block.windows[m.block.windows.part == 'train']
-    job = dict(scope='landscape', split='drug', form='features', objective='bc', seed=1, lr=1e-2, weights=train[['episode_id']].assign(weight=1.), folder=tmp_path/'run',
-               base=dict(id='none', sha256=''))
-    spoil(job)
+    m = material(tmp_path); job = one_job(m, tmp_path); spoil(job)
     with pytest.raises(core.DataError, match=says): items.run(m, job)
     assert not (tmp_path/'run').exists()
