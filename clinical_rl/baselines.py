@@ -21,7 +21,7 @@ from sklearn.model_selection import GroupKFold
 
 from . import core, decoding, gate
 from .episodes import ITEM
-from .features import Block, load_block
+from .features import load_block
 
 # %% ../nbs/13_baselines.ipynb #c008
 LOW, HIGH = 1e-4, 0.995 # no forecast is certain
@@ -264,18 +264,19 @@ def out_of_fold(
 def forward(
     windows, # of a block of a split by date
     origins, # dates
-    months,  # length of what is predicted after each origin
+    months,  # length of what is predicted after each origin, and distance of the origins
 ) -> list: # fits, one an origin
     "Training and validation windows of the months from each origin on, predicted by a model of training windows that had ended."
-    out = []
-    for origin in map(pd.Timestamp, origins):
+    out, origins = [], [pd.Timestamp(d) for d in origins]
+    for a, b in zip(origins, origins[1:]):
+        if a + pd.DateOffset(months=months) != b:
+            raise core.ParamError(f'params.yaml: select.origins must lie {months} months apart; {a:%Y-%m-%d} and {b:%Y-%m-%d} do not')
+    for origin in origins:
         fit = np.flatnonzero(_training(windows) & (windows.window_end <= origin))
         if not len(fit):
             raise core.DataError(f'no training window ends by {origin:%Y-%m-%d}; give select.origins in params.yaml a later date')
         after = (windows.decision_date >= origin) & (windows.decision_date < origin + pd.DateOffset(months=months))
         out.append((fit, np.flatnonzero(after & (windows.part != 'test'))))
-    if len(every := np.concatenate([rows for _, rows in out] or [[]])) > len(set(every)):
-        raise core.ParamError(f'params.yaml: select.origins are less than {months} months apart; lower select.months')
     return out
 
 # %% ../nbs/13_baselines.ipynb #c039

@@ -8,7 +8,6 @@ __all__ = ['FORMS', 'asked', 'Head', 'Asked', 'ItemPolicy', 'windows_asked', 'fo
 
 # %% ../nbs/13b_items.ipynb #c003
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -287,13 +286,10 @@ def origin_rows(
     months,  # length of the part that is scored
 ) -> dict: # origin -> (places to train on, places that stop, places to score); the first origin only serves the second
     "Which windows serve which purpose at each origin."
-    w, seen = windows, (windows.part.isin(['train', 'val']) & ~windows['empty'].astype(bool)).to_numpy()
-    dates = [pd.Timestamp(d) for d in origins]; out = {}
-    for before, t in zip(dates, dates[1:]):
-        if before + pd.DateOffset(months=months) != t: raise core.ParamError(f'params.yaml: select.origins must lie {months} months apart; {before:%Y-%m-%d} and {t:%Y-%m-%d} do not')
-        inside = lambda a, b: np.flatnonzero(seen & (w.decision_date >= a) & (w.decision_date < b))
-        out[t] = np.flatnonzero(seen & (w.window_end <= before)), inside(before, t), inside(t, t + pd.DateOffset(months=months))
-    return out
+    full = ~windows['empty'].to_numpy(bool)
+    fits = baselines.forward(windows, origins, months)
+    return {pd.Timestamp(t): (fit, stop[full[stop]], score[full[score]])
+            for t, (fit, stop), (_, score) in zip(origins[1:], fits, fits[1:])}
 
 def try_setting(
     m,   # Material of split temporal
