@@ -569,6 +569,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': 'local', 'g
                                                                                       'clinical_rl/sources/store.py'),
                                            'clinical_rl.sources.store.Store._index': ( 'sources/store.html#store._index',
                                                                                        'clinical_rl/sources/store.py'),
+                                           'clinical_rl.sources.store.Store._manifests': ( 'sources/store.html#store._manifests',
+                                                                                           'clinical_rl/sources/store.py'),
                                            'clinical_rl.sources.store.Store._plain': ( 'sources/store.html#store._plain',
                                                                                        'clinical_rl/sources/store.py'),
                                            'clinical_rl.sources.store.Store._sync': ( 'sources/store.html#store._sync',

@@ -109,22 +109,25 @@ class Store:
 
     def _arrow(self, query, **params): return self.con.sql(query, params=params).to_arrow_table()
 
+    def _manifests(self, kind): # vintage -> manifest, oldest first; each part as long as it was written
+        out = {}
+        for p in sorted((self.folder/kind).glob('refresh=*/_manifest.json')):
+            try: out[p.parent.name.removeprefix('refresh=')] = m = json.loads(p.read_text())
+            except ValueError: self._damaged(p)
+            for f in m['parts']:
+                f['path'] = p.parent/f['name']
+                if not f['path'].exists() or f['path'].stat().st_size != f['bytes']: self._damaged(f['path'])
+        return out
+
     def _sync(self, kind):
         "Point the views of a kind at the parts that are there; returns the manifests by vintage, oldest first."
-        paths = sorted((self.folder/kind).glob('refresh=*/_manifest.json'))
-        key = [(p, p.stat().st_mtime_ns) for p in paths]
+        key = [(p, p.stat().st_mtime_ns) for p in sorted((self.folder/kind).glob('refresh=*/_manifest.json'))]
         if kind in self.state and self.state[kind][0] == key: return self.state[kind][1]
-        manifests, parts = {}, dict(table=[], index=[])
-        for p in paths:
-            try: m = json.loads(p.read_text())
-            except ValueError: self._damaged(p)
-            manifests[m['vintage']] = m
-            for f in m['parts']:
-                parts[f['layout']].append(path := p.parent/f['name'])
-                if not path.exists() or path.stat().st_size != f['bytes']: self._damaged(path)
+        manifests = self._manifests(kind)
         for layout, view in (('table', kind), ('index', f'{kind}_programs')):
+            paths = [f['path'] for m in manifests.values() for f in m['parts'] if f['layout'] == layout]
             self._do(f'CREATE OR REPLACE VIEW {view} AS SELECT ' + (
-                f"{', '.join(_columns(kind))}, refresh FROM {_parquet(parts[layout])}" if parts[layout] else
+                f"{', '.join(_columns(kind))}, refresh FROM {_parquet(paths)}" if paths else
                 ', '.join(f'NULL::{t} AS {c}' for c, t in (_columns(kind) | dict(refresh='VARCHAR')).items()) + ' WHERE false'))
         self.state[kind] = key, manifests
         return manifests
@@ -136,10 +139,8 @@ class Store:
 
     def check(self):
         "Read every part and compare its bytes with those written; raises DataError that names the first damaged one."
-        for kind in KINDS:
-            for p, m in zip(sorted((self.folder/kind).glob('refresh=*/_manifest.json')), self._sync(kind).values()):
-                for f in m['parts']:
-                    if sha256(p.parent/f['name']) != f['sha256']: self._damaged(p.parent/f['name'])
+        for f in (f for kind in KINDS for m in self._manifests(kind).values() for f in m['parts']):
+            if sha256(f['path']) != f['sha256']: self._damaged(f['path'])
 
     @contextmanager
     def _plain(self, what):
@@ -213,9 +214,9 @@ def _check(self:Store, kind, vintage, complete):
     if twice := self._do('SELECT record_id FROM seen GROUP BY record_id, valid_from HAVING count(*) > 1 LIMIT 1'):
         raise DataError(f'{kind} {vintage}: {twice[0][0]} occurs twice; the parse must keep one row of a record and day')
     [counts] = self._do("""
-        SELECT count(*) FILTER (NOT known), count(*) FILTER (known AND fresh), count(*) FILTER (known AND NOT fresh)
+        SELECT count(*) FILTER (NOT known), count(*) FILTER (known AND fresh), 0, count(*) FILTER (known AND NOT fresh)
         FROM (SELECT bool_or(known) AS known, bool_or(fresh) AS fresh FROM seen GROUP BY record_id)""")
-    return dict(zip(('new', 'changed', 'same'), counts)), f'{digest} complete={complete}'
+    return dict(zip(('new', 'changed', 'gone', 'same'), counts)), f'{digest} complete={complete}'
 
 @patch
 def _bury(self:Store, kind, vintage):
@@ -249,7 +250,7 @@ def _index(self:Store, kind, vintage, fresh):
 def _alone(self:Store, kind):
     "Hold the store's lock; before and after, remove parts that no manifest lists."
     def sweep():
-        listed = {self.folder/kind/f'refresh={v}'/f['name'] for v, m in self._sync(kind).items() for f in m['parts']}
+        listed = {f['path'] for m in self._manifests(kind).values() for f in m['parts']}
         for p in sorted((self.folder/kind).rglob('*'), reverse=True): # what is in a folder before the folder
             if p.suffix in ('.parquet', '.tmp') and p not in listed: p.unlink()
             elif p.is_dir() and not any(p.iterdir()): p.rmdir()
@@ -282,11 +283,12 @@ def add_stream(self:Store,
         try:
             for table in _steps(batches): parts.write('table', self._compare(kind, table, day))
             counts, digest = self._check(kind, vintage, complete)
-            if old and old['digest'] == digest: return {c: old[c] for c in ('new', 'changed', 'gone', 'same')}
+            if old and old['digest'] == digest: return {c: old[c] for c in counts}
             if later: raise DataError(f'{kind}: vintage {vintage} is there with other content, and {later[-1]} builds on it; '
                                       f'delete {parts.folder} and the later ones beside it, and add them again')
-            if complete: parts.write('table', gone := self._bury(kind, vintage))
-            counts['gone'] = gone.num_rows if complete else 0
+            if complete:
+                parts.write('table', tombs := self._bury(kind, vintage))
+                counts['gone'] = tombs.num_rows
             if named_by(kind) and (fresh := parts.close('table')):
                 for batch in self._index(kind, vintage, fresh): parts.write('index', pa.Table.from_batches([batch]))
             parts.commit(dict(kind=kind, vintage=vintage, complete=complete, digest=digest, **counts))
@@ -360,14 +362,15 @@ def latest(self:Store, kind, drug=None) -> pd.DataFrame: # as `as_of`
 @patch
 def vintages(self:Store,
     kind=None, # None: all five
-) -> pd.DataFrame: # kind, vintage, complete, records new, changed, same, gone, and bytes on disk
+) -> pd.DataFrame: # kind, vintage, complete, records new, changed, gone, same, and bytes on disk
     "The refreshes that are there, by kind and in their order."
-    cols = ['kind', 'vintage', 'complete', 'new', 'changed', 'same', 'gone', 'bytes']
-    rows = [m | dict(bytes=sum(f['bytes'] for f in m['parts'])) for k in ([kind] if kind else KINDS) for m in self._sync(k).values()]
+    cols = ['kind', 'vintage', 'complete', 'new', 'changed', 'gone', 'same', 'bytes']
+    held = (m for k in ([kind] if kind else KINDS) for m in self._manifests(k).values())
+    rows = [m | dict(bytes=sum(f['bytes'] for f in m['parts'])) for m in held]
     return pd.DataFrame(rows, columns=cols)
 
 @patch
-def changes(self:Store, vintage:str) -> pd.DataFrame: # kind, complete, records new, changed, same, gone
+def changes(self:Store, vintage:str) -> pd.DataFrame: # kind, complete, records new, changed, gone, same
     "What a refresh brought, by kind."
     df = self.vintages()
     if vintage not in set(df.vintage):
