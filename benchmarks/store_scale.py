@@ -29,13 +29,15 @@ def batch(ids, seed, n, edited=False):
     two, named = rng.random(len(ids)) < .2, rng.random(len(ids)) < .1
     drugs = ['|'.join(sorted({PROGRAMS[a], PROGRAMS[b]} if t else {PROGRAMS[a]})) if y else None
              for a, b, t, y in zip(first, second, two, named)]
-    day = pa.array((np.datetime64('2000-01-01') + (np.asarray(ids) * 9000 // n).astype('timedelta64[D]')).astype('datetime64[us]'))
+    days = (np.asarray(ids) * 9000 // n).astype('timedelta64[D]')
+    day = pa.array((np.datetime64('2000-01-01') + days).astype('datetime64[us]'))
     nct = [f'NCT{i:08d}' for i in ids]
     same = lambda v: pa.array([v] * len(ids))
     title = words(14)
     return pa.RecordBatch.from_pydict(dict(
         record_id=['reg:' + x for x in nct], kind=same('registry'), event_date=day, date_basis=same('first_posted'),
-        source=same('generated'), drugs=drugs, nct_id=nct, phase=same('PHASE2'), conditions=words(8), interventions=words(10), lead_sponsor=words(3),
+        source=same('generated'), drugs=drugs, nct_id=nct, phase=same('PHASE2'), conditions=words(8), interventions=words(10),
+        lead_sponsor=words(3),
         title=pa.array([f'{x} edited' for x in title.to_pylist()]) if edited else title, start_date=day, completion_date=day,
         status=same('RECRUITING'), enrollment=pa.array(rng.integers(10, 900, len(ids)).astype(float)), has_results=same(False),
         vintage=pa.array(np.full(len(ids), np.datetime64('2026-01-15', 'us')))))

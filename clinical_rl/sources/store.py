@@ -358,7 +358,7 @@ def latest(self:Store, kind, drug=None) -> pd.DataFrame: # as `as_of`
     "The newest version of each record that the source still holds."
     return self.as_of(kind, FAR, drug)
 
-# %% ../../nbs/sources/06_store.ipynb #c023
+# %% ../../nbs/sources/06_store.ipynb #c025
 @patch
 def vintages(self:Store,
     kind=None, # None: all five
@@ -386,7 +386,7 @@ def sql(self:Store,
         for kind in KINDS: self._sync(kind)
         return self.con.sql(query).to_arrow_table().to_pandas()
 
-# %% ../../nbs/sources/06_store.ipynb #c029
+# %% ../../nbs/sources/06_store.ipynb #c031
 def _of_programs(kind, df, programs):
     "Rows that belong to the programs, which alone are named; filings and statistics belong to all."
     by = named_by(kind)
@@ -413,7 +413,7 @@ class History:
     programs: pd.DataFrame # the drug programs
     def at(self, t): return gate.prepare(self.store.records(t, self.programs)) # dated by the rules, trials coded
 
-# %% ../../nbs/sources/06_store.ipynb #c033
+# %% ../../nbs/sources/06_store.ipynb #c035
 @patch
 def _flat(self:Store, kind, programs):
     "One row a record of a kind: first words, latest vintage columns; age > 1: a tombstone is newer."
