@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data repro full test lab report readme export clean
+.PHONY: help setup data repro refresh full test lab report readme export clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 16
@@ -34,6 +34,10 @@ data: $(READY) ## pull the embedded data from the store in the repository, if da
 
 repro: data ## run the whole pipeline on the embedded data; reports land in reports/
 	@dvc repro && echo "Done: open reports/index.html"
+
+refresh: data ## ask the five public sources anew and keep what they say in live/ (ARGS=--help); needs a network and ingest.contact in params.yaml
+	@python -m clinical_rl.sources.live $(ARGS); code=$$?; \
+	if [ $$code -ne 1 ] && grep -qE '^  source: live' params.yaml; then dvc repro --quiet --force --single-item refresh || exit 1; fi; exit $$code
 
 full: data ## both scopes and forms, five seeds: many hours, HOURS=3 stops it after three, a later call goes on; reports/full/
 	@python -m clinical_rl.full $(if $(HOURS),--hours $(HOURS))
