@@ -11,6 +11,7 @@ __all__ = ['UNKNOWN_PEOPLE', 'COLUMNS', 'SCHEMA', 'SOURCE', 'VERSION', 'HISTORY'
 import gzip, hashlib, re, zlib
 from collections import defaultdict
 from dataclasses import dataclass
+from datetime import date, timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,7 @@ from msgspec import Raw, Struct
 
 from .. import vocab
 from ..core import DataError, parallel_map, progress
-from ..records import REGISTRY_PHASES, STATUSES, columns, end_of
+from ..records import REGISTRY_PHASES, STATUSES, columns
 from .client import HttpError
 
 # %% ../../nbs/sources/01b_registry_v2.ipynb #c005
@@ -108,10 +109,13 @@ _STUDY_TYPES = ('INTERVENTIONAL', 'OBSERVATIONAL', 'EXPANDED_ACCESS')
 
 class _Days(dict): # text: microseconds since 1970; each different date is read once
     def __missing__(self, text):
-        try: day = int(end_of([text])[0].value) // 1000
-        except ValueError: raise ValueError(f'{text!r} is not a date') from None
-        self[text] = day
-        return day
+        try:
+            y, m, d = re.fullmatch(r'(\d{4})-(\d\d)(?:-(\d\d))?', text).groups()
+            day = date(int(y), int(m), int(d or 28))
+            if not d: day = (day + timedelta(4)).replace(day=1) - timedelta(1)
+        except (AttributeError, ValueError): raise ValueError(f'{text!r} is not a date') from None
+        self[text] = us = (day - date(1970, 1, 1))//timedelta(microseconds=1)
+        return us
 _days = _Days()
 
 def _tidy(text): return ' '.join(text.replace('|', '/').split()) if text else None
@@ -206,7 +210,7 @@ def batch(
             if row[2] or not named_only: rows.append(row)
         except ValueError as e: # msgspec's errors are ValueErrors
             number = _number.search(raw)
-            bad.append((number[1].decode(errors='replace') if number else bytes(raw[:80]).decode(errors='replace'),
+            bad.append((number[1].decode(errors='replace') if number else bytes(raw)[:80].decode(errors='replace'),
                         str(e).replace('$.', '').replace('`', "'")))
     values = dict(zip(_FIELDS, zip(*rows))) if rows else dict.fromkeys(_FIELDS, ())
     n, read = len(rows), _days[day]
@@ -289,9 +293,9 @@ def stream(
             for record, why in bad if quarantine else (): quarantine.add(SOURCE, record, why, line['url'], line['sha256'])
             yield rows
 
-def _table(batches): # pandas' own boolean can be missing
-    t = pa.Table.from_batches(batches, SCHEMA).to_pandas(types_mapper={pa.bool_(): pd.BooleanDtype()}.get)
-    return t.sort_values('nct_id', kind='stable', ignore_index=True)
+def _frame(batches): # pandas' own boolean can be missing
+    return pa.Table.from_batches(batches, SCHEMA).to_pandas(types_mapper={pa.bool_(): pd.BooleanDtype()}.get)
+def _table(batches): return _frame(batches).sort_values('nct_id', kind='stable', ignore_index=True)
 
 def parse(
     pages, programs, quarantine=None, # as in `stream`
@@ -407,8 +411,12 @@ def turn_pages(
 # %% ../../nbs/sources/01b_registry_v2.ipynb #c035
 class _Change(Struct): version: int; date: str
 class _Changes(Struct): changes: list[_Change]
-class _Version(Struct): study: Raw | None = None; protocolSection: Raw | None = None
-_changes, _version = msgspec.json.Decoder(_Changes), msgspec.json.Decoder(_Version)
+_changes = msgspec.json.Decoder(_Changes)
+
+def _study_of(version): # the study in the answer about a version, raw
+    d = msgspec.json.decode(version, type=dict[str, Raw])
+    if 'study' not in d and 'protocolSection' not in d: raise ValueError('no study')
+    return d.get('study', version)
 
 def _history(pages): # journals of this vintage and of those before it
     folders = sorted((pages.folder/'jobs').iterdir()) if (pages.folder/'jobs').exists() else []
@@ -423,7 +431,7 @@ def _missing(client, url, held, every, nct):
         return [(e.text.encode(), url, dict(nct=nct, version=None, n=0))]
     versions = [c.version for c in _changes.decode(told).changes]
     want = [v for v in sorted(versions)[:None if every else 1] if (nct, v) not in held]
-    return [(client.get(f'{url}/{v}', check=_version.decode).body, f'{url}/{v}', dict(nct=nct, version=v, n=1)) for v in want] + [
+    return [(client.get(f'{url}/{v}', check=_study_of).body, f'{url}/{v}', dict(nct=nct, version=v, n=1)) for v in want] + [
         (told, url, dict(nct=nct, version=None, n=len(versions)))]
 
 def fetch_history(
@@ -445,24 +453,24 @@ def fetch_history(
 # %% ../../nbs/sources/01b_registry_v2.ipynb #c037
 def _all_versions(pages, registry, programs, quarantine):
     posted = dict(zip(registry.nct_id, registry.event_date.astype('int64')))
-    lines, dates, named, out = [l for j in _history(pages) for l in j.lines if l['n']], {}, Names(programs), []
+    lines, dates, named = [l for j in _history(pages) for l in j.lines if l['n']], {}, Names(programs)
     for l in lines:
         if l['version'] is None: dates |= {(l['nct'], c.version): c.date for c in _changes.decode(pages.get(l['sha256'])).changes}
+    rows, which = [], []
     for l in lines:
         if l['version'] is None or l['nct'] not in posted: continue
-        raw = pages.get(l['sha256'])
-        v, told = _version.decode(raw), dates[l['nct'], l['version']]
-        try: seen = max(_days[told], posted[l['nct']], _days[_key(v.study or raw)[1] or told])
+        study, told = _study_of(pages.get(l['sha256'])), dates[l['nct'], l['version']]
+        try: seen = max(_days[told], posted[l['nct']], _days[_key(study)[1] or told])
         except ValueError as e: bad = [(l['nct'], str(e))]
         else:
-            rows, bad = batch([v.study or raw], named, told, posted=posted[l['nct']])
-            out += [_table([rows]).assign(version=l['version'], valid_from=pd.Timestamp(seen, unit='us'))]
+            row, bad = batch([study], named, told, posted=posted[l['nct']])
+            if not bad: rows.append(row); which.append((l['version'], seen))
         for record, why in bad if quarantine else ():
             quarantine.add(SOURCE, f'{record} version {l["version"]}', why, l['url'], l['sha256'])
-    t = pd.concat(out or [_table([]).assign(version=0, valid_from=pd.NaT)])
-    at = t.valid_from.astype('datetime64[us]')
-    t = t.assign(valid_from=at, vintage=at, event_date=t.nct_id.map(posted).astype('datetime64[us]'))
-    return t.sort_values(['nct_id', 'version'], ignore_index=True)
+    version, seen = zip(*which) if which else ((), ())
+    at = pd.Series(seen, dtype='int64').astype('datetime64[us]')
+    t = _frame(rows).assign(version=pd.Series(version, dtype='int64'), valid_from=at, vintage=at)
+    return t.assign(event_date=t.nct_id.map(registry.set_index('nct_id').event_date)).sort_values(['nct_id', 'version'], ignore_index=True)
 
 def versions(
     pages,           # `client.Pages`; older vintages beside it are read too
