@@ -110,11 +110,12 @@ def _prepared(records):
     return old[1:]
 
 def as_of(
-    records:Records, # all tables; change a table by `records.replace`, never in place, or the gate won't see it
+    records:Records, # all tables, or an object whose `at(t)` gives them; change a table by `records.replace`, never in place
     t,               # the day
 ) -> Records: # what could be known at the end of day t: whitelisted columns, names of the time, no brands
     "The only way to read records for a state, a feature or an agent."
     t = pd.Timestamp(t)
+    if hasattr(records, 'at'): records = records.at(t) # a store of all versions answers with those of the day
     tables, names = _prepared(records)
     out = {}
     for kind, df in tables.items():
@@ -129,7 +130,7 @@ def as_of(
         out[kind] = df
     return Records(**out, programs=records.programs[WHITELIST['programs']])
 
-# %% ../nbs/03_gate.ipynb #c021
+# %% ../nbs/03_gate.ipynb #c023
 def prepare(
     records, # Records, fact columns
 ): # Records
