@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import psutil
 
-from clinical_rl.core import load_params, progress, root, write_json
+from clinical_rl.core import progress, root, write_json
 from clinical_rl.records import load_programs
 from clinical_rl.sources import registry_v2 as registry
 from clinical_rl.sources.client import Pages
@@ -95,12 +95,6 @@ class Invented:
                                 conditionBrowseModule=dict(meshes=[dict(id='D000000', term=prose(15))])),
             hasResults=rng.random() < .12)
 
-_made = {}
-def page_of(programs, seed, ks, version): # for `parallel_map`-like use: text of one page
-    made = _made.setdefault(seed, None) or Invented(programs, seed)
-    _made[seed] = made
-    return msgspec.json.encode([made.study(k, version) for k in ks])[1:-1]
-
 def write_refresh(folder, vintage, invented, ks, version=0, since=None):
     "Leave behind what a refresh that asked for everything would."
     pages, n = Pages(folder, vintage), len(ks)
@@ -171,15 +165,13 @@ def as_of(folder, vintage, store, workers):
         took.append(time.perf_counter() - start)
     return dict(new=n, first_ms=1e3*took[0], median_ms=1e3*float(np.median(took[1:])))
 
-def the_programs():
-    file = root()/'data'/'programs.csv'
-    return load_programs(file) if file.exists() else pd.read_csv(os.environ['PROGRAMS'])
+def the_programs(): return load_programs(root()/'data'/'programs.csv')
 
 def measure(what, *args):
     "Run one of the above in this process; print its figures as JSON."
     me, peak, over = psutil.Process(), [0], threading.Event()
     def watch(): # memory of this process and of those it started, shared pages counted once
-        while not over.wait(.1):
+        while not over.wait(.2):
             try: peak[0] = max(peak[0], sum(p.memory_full_info().pss for p in [me, *me.children(recursive=True)]))
             except psutil.Error: pass # one has just ended
     threading.Thread(target=watch, daemon=True).start()

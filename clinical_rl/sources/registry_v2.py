@@ -338,7 +338,9 @@ def parse_file(
     studies = studies_in(path)
     skip = older([studies])[0]
     studies = [s for i, s in enumerate(studies) if i not in skip]
-    rows, bad = batch(studies, Names(programs), str(day or max((_key(s)[1] for s in studies), default='') or '1970-01-01'), named_only)
+    day = str(day or max((_key(s)[1] for s in studies), default=''))
+    if not day: raise DataError(f'{path}: no study says when it was updated; pass the day on which the file was downloaded')
+    rows, bad = batch(studies, Names(programs), day, named_only)
     for record, why in bad if quarantine else (): quarantine.add(SOURCE, record, why, str(path))
     return _table([rows])
 
@@ -529,7 +531,7 @@ def fetch(
     stamp()
     stamps.finish()
 
-# %% ../../nbs/sources/01b_registry_v2.ipynb #c041
+# %% ../../nbs/sources/01b_registry_v2.ipynb #c043
 def reconcile(
     pages, # `client.Pages`
 ) -> pd.DataFrame: # job, total, got, distinct, note; nothing to note: ''
