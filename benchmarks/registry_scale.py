@@ -1,7 +1,7 @@
-"""The whole registry on one machine: how fast are its pages parsed and stored, in how much memory, and does the cost grow linearly?
+"""The whole registry on one machine: how fast are its pages parsed and stored, in how much memory, does cost grow linearly?
 
-A registry of invented studies in the form of ClinicalTrials.gov's API v2, about 7 kB each, is written as a refresh leaves it: pages
-of 1000, compressed, with their journal. Making it is not counted. Then, each in a process of its own:
+A registry of invented studies in the form of ClinicalTrials.gov's API v2, about 7 kB each, is written as a refresh leaves it:
+pages of 1000, compressed, with their journal. Making it is not counted. Then, each in a process of its own:
 
 - all pages are parsed by `registry_v2.stream` and added to a store, at a quarter, at half and at all of the studies;
 - the quarter is read once more the plain way, with `json` and pandas, to a Parquet file: the same rows;
@@ -39,7 +39,8 @@ class Invented:
     "Studies of invented text; study k is the same whenever it is made."
     SITES = [('Novaro', 'Lestia', 'Osterland', 47.25, 8.5), ('Port Quill', 'Marrow', 'United States', 40.1, -75.2),
              ('São Brás', None, 'Brasil', -8.1, -34.9), ('Linköping', None, 'Sverige', 58.4, 15.6)]
-    STATUS = ['COMPLETED']*5 + ['RECRUITING']*3 + ['TERMINATED', 'WITHDRAWN', 'UNKNOWN', 'ACTIVE_NOT_RECRUITING', 'NOT_YET_RECRUITING']
+    STATUS = ['COMPLETED']*5 + ['RECRUITING']*3 + [
+        'TERMINATED', 'WITHDRAWN', 'UNKNOWN', 'ACTIVE_NOT_RECRUITING', 'NOT_YET_RECRUITING']
     PHASES = [['PHASE1'], ['PHASE2'], ['PHASE2'], ['PHASE3'], ['PHASE1', 'PHASE2'], ['PHASE4'], ['NA'], ['NA'], ['NA']]
 
     def __init__(self, programs, seed=0):
@@ -100,16 +101,18 @@ def write_refresh(folder, vintage, invented, ks, version=0, since=None):
     pages, n = Pages(folder, vintage), len(ks)
     asked = registry.questions(None, registry.Ask('', 'all', since=since))['all']
     stamps, job = pages.job(registry.SOURCE, registry.VERSION), pages.job(registry.SOURCE, 'all')
-    stamps.add(msgspec.json.encode(dict(apiVersion='2.0.5', dataTimestamp=f'{vintage[:10]}T09:00:05')), 'http://localhost/v2/version', {}, 0,
-               timestamp=f'{vintage[:10]}T09:00:05')
+    at, host = f'{vintage[:10]}T09:00:05', 'http://localhost/v2'
+    stamps.add(msgspec.json.encode(dict(dataTimestamp=at)), f'{host}/version', {}, 0, timestamp=at)
     stamps.finish()
     size = 0
     for at in progress(range(0, n, PAGE), f'invent {vintage}', unit='page'):
-        some, more = [invented.study(k, version) for k in ks[at:at + PAGE]], at + PAGE < n
-        body = msgspec.json.encode(dict(studies=some) | (dict(nextPageToken=f't{at}') if more else {}) | (dict(totalCount=n) if not at else {}))
+        page = dict(studies=[invented.study(k, version) for k in ks[at:at + PAGE]])
+        after = f't{at + PAGE}' if at + PAGE < n else None
+        if after: page['nextPageToken'] = after
+        body = msgspec.json.encode(page)
         size += len(body)
-        job.add(body, 'http://localhost/v2/studies', asked | (dict(pageToken=f't{at - PAGE}') if at else dict(countTotal='true')), len(some),
-                f't{at}' if more else None, turn=1, new=len(some), total=None if at else n)
+        params, k = asked | (dict(pageToken=f't{at}') if at else dict(countTotal='true')), len(page['studies'])
+        job.add(body, f'{host}/studies', params, k, after, turn=1, new=k, total=None if at else n)
     job.finish(n)
     return size
 
@@ -139,7 +142,7 @@ def plain(folder, vintage, store, workers):
     for _, body in Pages(folder, vintage).job(registry.SOURCE, 'all').bodies():
         for s in json.loads(body)['studies']:
             p = s['protocolSection']
-            status, design, arms = p['statusModule'], p['designModule'], p.get('armsInterventionsModule', {}).get('interventions', [])
+            status, design, arms = p['statusModule'], p['designModule'], p['armsInterventionsModule']['interventions']
             date = lambda key: status.get(key, {}).get('date')
             rows.append(dict(
                 nct_id=p['identificationModule']['nctId'], title=p['identificationModule']['briefTitle'],
@@ -179,8 +182,8 @@ def measure(what, *args):
     found = globals()[what](*args)
     took = time.perf_counter() - start
     over.set()
-    used = sum(resource.getrusage(w).ru_utime + resource.getrusage(w).ru_stime for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    print(json.dumps(dict(what=what, seconds=took, cpu_seconds=used, peak_mb=peak[0]/2**20) | found))
+    used = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    print(json.dumps(dict(what=what, seconds=took, cpu_seconds=sum(u.ru_utime + u.ru_stime for u in used), peak_mb=peak[0]/2**20) | found))
 
 def run(*args):
     done = subprocess.run([sys.executable, __file__, '--measure', *map(str, args)], capture_output=True, text=True)
@@ -216,7 +219,8 @@ def main():
     t['per_second'] = (t.studies/t.seconds).where(t.what.ne('as_of'))
     s = t.set_index('name').seconds
     figures = dict(studies=n, bytes_a_study=size/n, workers=a.workers, cpus=os.cpu_count(), per_second=float(n/s['all']),
-                   peak_mb=float(t.peak_mb[t.what.eq('ours')].max()), times_plain=float(s['plain json and pandas']/s['a quarter']),
+                   peak_mb=float(t.peak_mb[t.what.eq('ours')].max()),
+                   times_plain=float(s['plain json and pandas']/s['a quarter']),
                    times_plain_one_process=float(s['plain json and pandas']/s['a quarter, one process']),
                    seconds_quarter_half_all=[float(s[x]) for x in ('a quarter', 'half', 'all')],
                    refresh_share=float(s['one in a hundred changed']/s['all']),

@@ -18,7 +18,8 @@ def study(k, updated=None, **modules): # study k, the same whenever it is made; 
         identificationModule=dict(nctId=f'NCT{10_000_000 + k}', orgStudyIdInfo=dict(id=f'INV-{k}'),
                                   briefTitle=f'Study {k} of {AGENTS[k % 7]} in {CONDITIONS[k % 5]}'),
         statusModule=dict(overallStatus=['RECRUITING', 'COMPLETED', 'TERMINATED'][k % 3], statusVerifiedDate='2024-05',
-            startDateStruct=dict(date=day[:7] if k % 4 == 0 else day), completionDateStruct=dict(date=f'{2015 + k % 13}-03', type='ESTIMATED'),
+            startDateStruct=dict(date=day[:7] if k % 4 == 0 else day),
+            completionDateStruct=dict(date=f'{2015 + k % 13}-03', type='ESTIMATED'),
             studyFirstSubmitDate=day, studyFirstPostDateStruct=dict(date=day, type='ACTUAL'),
             lastUpdatePostDateStruct=dict(date=updated or f'2024-{1 + k % 12:02d}-15', type='ACTUAL')),
         sponsorCollaboratorsModule=dict(leadSponsor=dict(name=SPONSORS[k % 4], **{'class': 'OTHER'})),
@@ -26,7 +27,8 @@ def study(k, updated=None, **modules): # study k, the same whenever it is made; 
         conditionsModule=dict(conditions=[CONDITIONS[k % 5], CONDITIONS[(k + 2) % 5]], keywords=['invented']),
         designModule=dict(studyType='INTERVENTIONAL', phases=[['PHASE2'], ['PHASE1', 'PHASE2'], ['NA'], ['PHASE3']][k % 4],
                           enrollmentInfo=dict(count=20 + k, type='ESTIMATED')),
-        armsInterventionsModule=dict(interventions=[dict(type='DRUG', name=AGENTS[k % 7]), dict(type='DEVICE', name=f'Pump {k % 3}')]),
+        armsInterventionsModule=dict(interventions=[dict(type='DRUG', name=AGENTS[k % 7]),
+                                                    dict(type='DEVICE', name=f'Pump {k % 3}')]),
         eligibilityModule=dict(eligibilityCriteria='Anybody invented', sex='ALL'))
     for name, module in modules.items(): protocol[name] = protocol.get(name, {}) | module if module is not None else None
     return dict(protocolSection={m: x for m, x in protocol.items() if x is not None}, hasResults=k % 5 == 0)
@@ -39,7 +41,7 @@ class Registry(ThreadingHTTPServer):
     def __init__(self, studies, history=None):
         super().__init__(('127.0.0.1', 0), _Handler)
         self.studies, self.history = list(studies), history or {} # history: NCT number -> list of (day, study)
-        self.on = {}        # number of a request for a page, from 1: function of this server and the answer (status, headers, body)
+        self.on = {}        # number of a request for a page, from 1: function of this server and the answer
         self.empty = set()  # offsets before which an empty page comes
         self.repeat = 0     # studies of the last page that come again on the next
         self.more = 0       # by how much the count lies
@@ -55,7 +57,8 @@ class Registry(ThreadingHTTPServer):
         if names := q.get('query.intr'):
             names = [n.lower() for n in re.findall(r'"([^"]+)"', names)]
             out = [s for s in out if any(n in text(s, 'armsInterventionsModule', 'identificationModule') for n in names)]
-        if words := q.get('query.cond'): out = [s for s in out if any(w in text(s, 'conditionsModule') for w in words.lower().split(' or '))]
+        if words := q.get('query.cond'):
+            out = [s for s in out if any(w in text(s, 'conditionsModule') for w in words.lower().split(' or '))]
         if ids := q.get('filter.ids'): out = [s for s in out if nct(s) in re.split('[,|]', ids)]
         if r := re.fullmatch(r'AREA\[LastUpdatePostDate\]RANGE\[(.*),MAX\]', q.get('filter.advanced', '')):
             out = [s for s in out if s['protocolSection']['statusModule']['lastUpdatePostDateStruct']['date'] >= r[1]]
@@ -67,7 +70,8 @@ class Registry(ThreadingHTTPServer):
         token = q.get('pageToken', f'{question}.0.')
         if not token.startswith(f'{question}.'): return 400, {}, b'pageToken does not belong to these parameters'
         at, was_empty = int(token.split('.')[1]), token.endswith('.e')
-        if at in self.empty and not was_empty: return 200, {}, json.dumps(dict(studies=[], nextPageToken=f'{question}.{at}.e')).encode()
+        if at in self.empty and not was_empty:
+            return 200, {}, json.dumps(dict(studies=[], nextPageToken=f'{question}.{at}.e')).encode()
         body = dict(studies=found[max(0, at - self.repeat):at + size])
         if at + size < len(found): body['nextPageToken'] = f'{question}.{at + size}.'
         if q.get('countTotal') == 'true': body['totalCount'] = len(found) + self.more
@@ -85,14 +89,16 @@ class _Handler(BaseHTTPRequestHandler):
             s.asked.append(self.path)
             status, headers, body = self.answer(s, at.path, q)
         self.send_response(status)
-        for k, v in {**headers, 'Content-Type': 'application/json', 'Content-Length': str(len(body))}.items(): self.send_header(k, v)
+        headers = headers | {'Content-Type': 'application/json', 'Content-Length': str(len(body))}
+        for k, v in headers.items(): self.send_header(k, v)
         self.end_headers()
         try: self.wfile.write(body)
         except OSError: self.close_connection = True # it was killed
 
     def answer(self, s, path, q):
         if path == '/api/v2/version':
-            return 200, {}, json.dumps(dict(apiVersion='2.0.5', dataTimestamp=s.stamps.pop(0) if len(s.stamps) > 1 else s.stamps[0])).encode()
+            at = s.stamps.pop(0) if len(s.stamps) > 1 else s.stamps[0]
+            return 200, {}, json.dumps(dict(apiVersion='2.0.5', dataTimestamp=at)).encode()
         if path == '/api/v2/studies':
             s.pages += 1
             answer = s.page(q)

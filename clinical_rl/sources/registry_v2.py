@@ -144,13 +144,13 @@ def _row(study, named, posted=None):
             _day(status.startDateStruct), _day(status.completionDateStruct or status.primaryCompletionDateStruct),
             _known(_STATUS, status.overallStatus, 'status'),
             float(people) if people is not None and people != UNKNOWN_PEOPLE else None, study.hasResults)
-_FIELDS = ('nct_id event_date drugs phase conditions interventions lead_sponsor title start_date completion_date status enrollment '
-           'has_results').split()
+_FIELDS = ('nct_id event_date drugs phase conditions interventions lead_sponsor title start_date completion_date status '
+           'enrollment has_results').split()
 
 # %% ../../nbs/sources/01b_registry_v2.ipynb #c014
 _MODULES = {m: set(fields.split()) for m, fields in dict(
-    protocolSection='identificationModule statusModule sponsorCollaboratorsModule oversightModule descriptionModule conditionsModule '
-        'designModule armsInterventionsModule outcomesModule eligibilityModule contactsLocationsModule referencesModule '
+    protocolSection='identificationModule statusModule sponsorCollaboratorsModule oversightModule descriptionModule '
+        'conditionsModule designModule armsInterventionsModule outcomesModule eligibilityModule contactsLocationsModule referencesModule '
         'ipdSharingStatementModule',
     identificationModule='nctId nctIdAliases orgStudyIdInfo secondaryIdInfos briefTitle officialTitle acronym organization',
     statusModule='statusVerifiedDate overallStatus lastKnownStatus delayedPosting whyStopped expandedAccessInfo startDateStruct '
@@ -286,7 +286,7 @@ def stream(
     skip = older(_page.decode(pages.get(l['sha256'])).studies for l in lines) if twice else {}
     todo = [(l, skip.get(i, ())) for i, l in enumerate(lines) if l['n']]
     make = partial(_reader, type(pages), pages.folder, pages.vintage, programs, data_day(pages), named_only)
-    if len(todo) < 20: workers = 1 # not worth starting a process
+    if len(todo) < 100: workers = 1 # a process takes longer to start than these to read
     while todo: # in steps: what is read and not yet taken waits in memory
         now, todo = todo[:1000], todo[1000:]
         for (line, _), (rows, bad) in zip(now, parallel_map(_Reader.__call__, now, make, workers, 'parse the registry', 'page')):
@@ -472,7 +472,8 @@ def _all_versions(pages, registry, programs, quarantine):
     version, seen = zip(*which) if which else ((), ())
     at = pd.Series(seen, dtype='int64').astype('datetime64[us]')
     t = _frame(rows).assign(version=pd.Series(version, dtype='int64'), valid_from=at, vintage=at)
-    return t.assign(event_date=t.nct_id.map(registry.set_index('nct_id').event_date)).sort_values(['nct_id', 'version'], ignore_index=True)
+    t['event_date'] = t.nct_id.map(registry.set_index('nct_id').event_date)
+    return t.sort_values(['nct_id', 'version'], ignore_index=True)
 
 def versions(
     pages,           # `client.Pages`; older vintages beside it are read too
@@ -540,8 +541,11 @@ def reconcile(
     for job in _jobs(pages):
         got, distinct = sum(l['n'] for l in job.lines), sum(l['new'] for l in job.lines)
         total, turns = job.total, max((l['turn'] for l in job.lines), default=0)
-        notes = ['not complete'] if not job.done else ['the API gave no count'] if total is None else [
-            f'{total - distinct} short'] if distinct < total else [f'{distinct - total} more than counted'] if distinct > total else []
+        notes = []
+        if not job.done: notes = ['not complete']
+        elif total is None: notes = ['the API gave no count']
+        elif distinct < total: notes = [f'{total - distinct} short']
+        elif distinct > total: notes = [f'{distinct - total} more than counted']
         if turns > 1: notes.append(f'turned {turns} times')
         rows.append((job.name, total, got, distinct, '; '.join(notes)))
     history = pages.job(SOURCE, HISTORY)
