@@ -246,6 +246,7 @@ def test_versions(tmp_path):
     with serve([study(0)], history) as s:
         get(s, tmp_path/'first', history='first')
         assert sum('/history/' in x for x in s.asked) == 1
+        assert len(v2.versions(*get(s, tmp_path/'first', history='all')[:2], PROGRAMS)) == 3 # now all of them
         assert v2.versions(Pages(tmp_path/'none', DAY), t, PROGRAMS).empty
 
 def test_killed_at_any_point(calm, tmp_path):

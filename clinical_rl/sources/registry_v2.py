@@ -449,7 +449,7 @@ def fetch_history(
     todo = [nct for nct in trials if nct not in told]
     get = partial(_missing, client, ask.host.removesuffix('/v2') + '/int/studies', held, ask.history == 'all')
     for parts in progress(client.map(get, todo, ask.workers), 'registry: history', len(todo), 'trial'):
-        for body, url, facts in parts: job.add(body, url, {}, **facts)
+        for body, url, facts in parts: job.add(body, url, dict(history=ask.history), **facts)
     job.finish(len(trials))
 
 # %% ../../nbs/sources/01b_registry_v2.ipynb #c037
@@ -514,8 +514,9 @@ def fetch(
     for job in _jobs(pages):
         if job.name not in asked: job.restart() # asked no more
     jobs, stamps = [pages.job(SOURCE, name) for name in asked], pages.job(SOURCE, VERSION)
-    todo = [j for j in jobs if not (j.done and _asks(j, asked[j.name]))]
-    if not todo and stamps.done and (not ask.history or pages.job(SOURCE, HISTORY).done): return
+    todo, past = [j for j in jobs if not (j.done and _asks(j, asked[j.name]))], pages.job(SOURCE, HISTORY)
+    if ask.history and (todo and past.done or not _asks(past, dict(history=ask.history))): past.restart()
+    if not todo and stamps.done and (not ask.history or past.done): return
     if stamps.done: stamps.restart()
     def stamp():
         body, at = version(client, ask)
@@ -526,9 +527,7 @@ def fetch(
         for _ in progress(turn(jobs[0]), 'registry', unit='page'): pass
     else:
         for _ in progress(client.map(lambda job: sum(turn(job)), todo, ask.workers), 'registry', len(todo), 'program'): pass
-    if ask.history:
-        if todo: pages.job(SOURCE, HISTORY).done and pages.job(SOURCE, HISTORY).restart()
-        fetch_history(client, pages, parse(pages, programs).nct_id, ask)
+    if ask.history: fetch_history(client, pages, parse(pages, programs).nct_id, ask)
     stamp()
     stamps.finish()
 
