@@ -183,7 +183,8 @@ def measure(what, *args):
     took = time.perf_counter() - start
     over.set()
     used = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    print(json.dumps(dict(what=what, seconds=took, cpu_seconds=sum(u.ru_utime + u.ru_stime for u in used), peak_mb=peak[0]/2**20) | found))
+    cpu = sum(u.ru_utime + u.ru_stime for u in used)
+    print(json.dumps(dict(what=what, seconds=took, cpu_seconds=cpu, peak_mb=peak[0]/2**20) | found))
 
 def run(*args):
     done = subprocess.run([sys.executable, __file__, '--measure', *map(str, args)], capture_output=True, text=True)

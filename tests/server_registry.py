@@ -4,7 +4,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
-from clinical_rl.core import DataError
 from clinical_rl.sources import registry_v2
 from clinical_rl.sources.client import Client, Host, Pages, agent
 

@@ -95,6 +95,15 @@ def test_trouble_for_good(tmp_path):
         with pytest.raises(HttpError) as e: get(s, tmp_path/'expires')
         assert e.value.status == 400
 
+def test_a_page_that_is_gone_is_fetched_again(calm, tmp_path):
+    with serve(map(study, range(55))) as s:
+        pages = get(s, tmp_path)[0]
+        pages.path(pages.job('registry', 'all').lines[2]['sha256']).unlink()
+        with pytest.raises(DataError, match='missing'): v2.parse(pages, PROGRAMS)
+        n = s.pages
+        same(get(s, tmp_path)[1], calm)
+        assert s.pages == n + 4 # the third and those after it
+
 def test_the_registry_changes_meanwhile(tmp_path):
     def update(s, answer): # the last study is updated and comes first: those between move by one, one slips through
         s.studies.insert(0, study(54, '2025-08-30', statusModule=dict(overallStatus='SUSPENDED')))
@@ -208,6 +217,7 @@ def test_only_what_is_new(calm, tmp_path):
         n = s.pages
         assert len(get(s, tmp_path, '2025-09-12', since='2025-09-11')[1]) == 1 # another question of the same vintage begins anew
         assert s.pages == n + 1
+        assert len(get(s, tmp_path, '2025-09-12')[1]) == 56 # and so does one without a day
 
 def planned(k, count, title, posted=True):
     s = study(k, designModule=dict(enrollmentInfo=dict(count=count)), identificationModule=dict(briefTitle=title))

@@ -13,7 +13,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from datetime import date, timedelta
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -150,8 +149,8 @@ _FIELDS = ('nct_id event_date drugs phase conditions interventions lead_sponsor 
 # %% ../../nbs/sources/01b_registry_v2.ipynb #c014
 _MODULES = {m: set(fields.split()) for m, fields in dict(
     protocolSection='identificationModule statusModule sponsorCollaboratorsModule oversightModule descriptionModule '
-        'conditionsModule designModule armsInterventionsModule outcomesModule eligibilityModule contactsLocationsModule referencesModule '
-        'ipdSharingStatementModule',
+        'conditionsModule designModule armsInterventionsModule outcomesModule eligibilityModule contactsLocationsModule '
+        'referencesModule ipdSharingStatementModule',
     identificationModule='nctId nctIdAliases orgStudyIdInfo secondaryIdInfos briefTitle officialTitle acronym organization',
     statusModule='statusVerifiedDate overallStatus lastKnownStatus delayedPosting whyStopped expandedAccessInfo startDateStruct '
         'primaryCompletionDateStruct completionDateStruct studyFirstSubmitDate studyFirstSubmitQcDate studyFirstPostDateStruct '
@@ -376,7 +375,7 @@ TURNS = 5 # times that a run turns the pages of a question, at most
 def _whole(body): _page.decode(body) # for `Client.get`: what is no page is asked for again
 
 def _asks(job, asked): # is it this question that the job holds?
-    return not job.lines or {k: job.lines[0]['params'].get(k) for k in asked} == asked
+    return not job.lines or {k: v for k, v in job.lines[0]['params'].items() if k not in ('pageToken', 'countTotal')} == asked
 
 def turn_pages(
     client, job, # `client.Client`, `client.Job`
@@ -385,7 +384,7 @@ def turn_pages(
     "All pages of a question, on from where its journal ends."
     if not _asks(job, asked): job.restart()
     if job.done: return
-    seen = {_key(s)[0] for _, body in job.bodies(partial=True) for s in _page.decode(body).studies}
+    seen = {_key(s)[0] for l in job.lines for s in _page.decode(job.pages.get(l['sha256'])).studies}
     total = next((l['total'] for l in reversed(job.lines) if l['total'] is not None), None)
     turn, token = (job.lines[-1]['turn'], job.lines[-1]['next']) if job.lines else (0, None)
     last = turn + TURNS
@@ -460,8 +459,9 @@ def _all_versions(pages, registry, programs, quarantine):
         if l['version'] is None: dates |= {(l['nct'], c.version): c.date for c in _changes.decode(pages.get(l['sha256'])).changes}
     rows, which = [], []
     for l in lines:
-        if l['version'] is None or l['nct'] not in posted: continue
-        study, told = _study_of(pages.get(l['sha256'])), dates[l['nct'], l['version']]
+        told = dates.get((l['nct'], l['version'])) # None: a list, or a version whose list hasn't come yet
+        if told is None or l['nct'] not in posted: continue
+        study = _study_of(pages.get(l['sha256']))
         try: seen = max(_days[told], posted[l['nct']], _days[_key(study)[1] or told])
         except ValueError as e: bad = [(l['nct'], str(e))]
         else:
