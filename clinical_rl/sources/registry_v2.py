@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from datetime import date, timedelta
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -164,11 +165,13 @@ _MODULES = {m: set(fields.split()) for m, fields in dict(
 _EXPECTED = ['identificationModule.briefTitle', 'statusModule.startDateStruct', 'statusModule.lastUpdatePostDateStruct',
              'sponsorCollaboratorsModule.leadSponsor', 'conditionsModule.conditions', 'designModule.enrollmentInfo']
 _OF_A_TRIAL = [*_EXPECTED, 'designModule.phases', 'armsInterventionsModule.interventions'] # not of an observational study
+_values = {len(paths): attrgetter(*paths) for paths in (_EXPECTED, _OF_A_TRIAL)}
 
 def _gaps(p):
     "Paths of what nearly every such study has and this one lacks."
     expected = _OF_A_TRIAL if p.designModule.studyType == 'INTERVENTIONAL' else _EXPECTED
-    return [path for path in expected if getattr(getattr(p, path.split('.')[0]), path.split('.')[1]) is None]
+    values = _values[len(expected)](p)
+    return [path for path, v in zip(expected, values) if v is None] if None in values else []
 
 def _renamed(raw, gaps):
     "Reason to doubt the gaps of a study; None where they are just gaps."
