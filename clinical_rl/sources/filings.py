@@ -189,8 +189,9 @@ def _company(client, pages, params, cik):
     except HttpError as e:
         if e.status != 404: raise
     rows = [f for _, b in _blocks(job.bodies(partial=True)) for f in filed(b)] if params.text else []
-    for f in {f['accessionNumber']: f for f in rows if f['form'] in _TEXT and f['primaryDocument'] and f['filingDate'] >= str(params.text_from)}.values():
-        take(f'{params.archives}/edgar/data/{cik}/{f["accessionNumber"].replace("-", "")}/{f["primaryDocument"]}', 'text', None, accession=f['accessionNumber'])
+    reports = [f for f in rows if f['form'] in _TEXT and f['primaryDocument'] and str(f['filingDate']) >= str(params.text_from)]
+    for accession, doc in {str(f['accessionNumber']): f['primaryDocument'] for f in reports}.items():
+        take(f'{params.archives}/edgar/data/{cik}/{accession.replace("-", "")}/{doc}', 'text', None, accession=accession)
     job.finish(sum(l['n'] if l['part'] == 'submissions' else l['count'] or 0 for l in job.lines if l['part'] in ('submissions', 'older')))
 
 def fetch(
