@@ -40,11 +40,13 @@ def normalize(
     return out[[c for c in columns('epidemiology').name if c in out]]
 
 # %% ../../nbs/sources/05_epidemiology.ipynb #c009
-USCS = 'fetch the archive of all tables in delimited ASCII (USCS-1999-<year>-ASCII.zip) from https://www.cdc.gov/united-states-cancer-statistics/dataviz/data-tables.html'
-STATES = set("""Alabama|Alaska|Arizona|Arkansas|California|Colorado|Connecticut|Delaware|District of Columbia|Florida|Georgia|Hawaii|Idaho|Illinois|
-Indiana|Iowa|Kansas|Kentucky|Louisiana|Maine|Maryland|Massachusetts|Michigan|Minnesota|Mississippi|Missouri|Montana|Nebraska|Nevada|New Hampshire|
-New Jersey|New Mexico|New York|North Carolina|North Dakota|Ohio|Oklahoma|Oregon|Pennsylvania|Rhode Island|South Carolina|South Dakota|Tennessee|Texas|
-Utah|Vermont|Virginia|Washington|West Virginia|Wisconsin|Wyoming""".replace('\n', '').split('|'))
+USCS = ('fetch the archive of all tables in delimited ASCII (USCS-1999-<year>-ASCII.zip) from '
+        'https://www.cdc.gov/united-states-cancer-statistics/dataviz/data-tables.html')
+STATES = set("""Alabama|Alaska|Arizona|Arkansas|California|Colorado|Connecticut|Delaware|District of Columbia|Florida|Georgia|
+Hawaii|Idaho|Illinois|Indiana|Iowa|Kansas|Kentucky|Louisiana|Maine|Maryland|Massachusetts|Michigan|Minnesota|Mississippi|
+Missouri|Montana|Nebraska|Nevada|New Hampshire|New Jersey|New Mexico|New York|North Carolina|North Dakota|Ohio|Oklahoma|Oregon|
+Pennsylvania|Rhode Island|South Carolina|South Dakota|Tennessee|Texas|Utah|Vermont|Virginia|Washington|West Virginia|Wisconsin|
+Wyoming""".replace('\n', '').split('|'))
 _COLUMNS = ['EVENT_TYPE', 'RACE', 'SEX', 'SITE', 'YEAR', 'COUNT', 'AGE_ADJUSTED_RATE']
 _ABSENT = ['', '~', '.', '-', '+']
 
@@ -52,8 +54,7 @@ def tables(
     body:bytes, # the archive
 ): # yields (name, chunk of rows, all text): the country's table and that of the states
     "Rows of the tables in pieces, so that a million of them need little memory."
-    try: z = zipfile.ZipFile(io.BytesIO(body))
-    except zipfile.BadZipFile: raise Unparsable('the file is no zip archive, or not whole') from None
+    z = zipfile.ZipFile(io.BytesIO(body))
     names = {n.rsplit('/')[-1].upper(): n for n in z.namelist()}
     for name in ('BYSITE.TXT', 'BYAREA.TXT'):
         if name not in names: raise Unparsable(f'the archive holds no {name}')
@@ -63,8 +64,12 @@ def tables(
         want = _COLUMNS + ['AREA'] * (name == 'BYAREA.TXT')
         for c in want: field(have | {k: 0 for k in have}, c, object)
         with z.open(names[name]) as f:
-            for chunk in pd.read_csv(f, sep=sep, dtype='str', usecols=lambda c: c.strip() in want, keep_default_na=False, na_values=_ABSENT,
-                                     encoding='utf-8-sig', chunksize=200_000): yield name, chunk.rename(columns=str.strip)
+            for chunk in pd.read_csv(f, sep=sep, dtype='str', usecols=lambda c: c.strip() in want, keep_default_na=False,
+                                     na_values=_ABSENT, encoding='utf-8-sig', chunksize=200_000):
+                yield name, chunk.rename(columns=str.strip)
+
+def _whole(body): # check of the client, and of a file
+    if not zipfile.is_zipfile(io.BytesIO(body)): raise ValueError('no zip archive, or not whole')
 
 def fetch(
     client,                # asks, where `params.file` is an address
@@ -73,14 +78,15 @@ def fetch(
     params,                # file
 ) -> None: # raises DataError, which says what to fetch, from where, and where to put it
     "The archive as a raw page."
-    import_file(client, pages, 'epidemiology', 'uscs', params.file, USCS, 'ingest.epidemiology.file')
+    import_file(client, pages, 'epidemiology', 'uscs', params.file, USCS, 'ingest.epidemiology.file', _whole)
 
 # %% ../../nbs/sources/05_epidemiology.ipynb #c012
 _SEX = {'Male and Female': 'Both', 'Male': 'Male', 'Female': 'Female'}
 _EVENT = {'Incidence': 'incidence', 'Mortality': 'mortality'}
 
 def _kept(name, d): # rows of a table that are cells of ours
-    return d.RACE.eq('All Races') & d.YEAR.str.fullmatch(r'\d{4}').fillna(False).astype(bool) & (name == 'BYSITE.TXT' or d.AREA.isin(STATES))
+    single = d.YEAR.str.fullmatch(r'\d{4}').fillna(False).astype(bool)
+    return d.RACE.eq('All Races') & single & (name == 'BYSITE.TXT' or d.AREA.isin(STATES))
 
 def parse(
     pages,                 # of `fetch`
@@ -94,19 +100,23 @@ def parse(
         try:
             for name, d in tables(body):
                 d = d[_kept(name, d) & (d.COUNT.notna() | d.AGE_ADJUSTED_RATE.notna())]
-                d = d.assign(AREA=d.AREA if name == 'BYAREA.TXT' else None, site=d.SITE.str.replace(r'<[^>]*>', '', regex=True).str.strip())
+                d = d.assign(AREA=d.AREA if name == 'BYAREA.TXT' else None)
+                d['site'] = d.SITE.str.replace(r'<[^>]*>', '', regex=True).str.strip() # some names carry markup
                 bad = {f'unknown SEX {v!r}': d.SEX.eq(v) for v in set(d.SEX.dropna()) - set(_SEX)}
                 bad |= {f'unknown EVENT_TYPE {v!r}': d.EVENT_TYPE.eq(v) for v in set(d.EVENT_TYPE.dropna()) - set(_EVENT)}
                 bad |= {f'{c} is missing': d[c].isna() for c in ('SEX', 'EVENT_TYPE', 'site')}
-                bad |= {f'{c} is not a number': d[c].notna() & pd.to_numeric(d[c], errors='coerce').isna() for c in ('COUNT', 'AGE_ADJUSTED_RATE')}
+                bad |= {f'{c} is not a number': d[c].notna() & pd.to_numeric(d[c], errors='coerce').isna()
+                        for c in ('COUNT', 'AGE_ADJUSTED_RATE')}
                 for why, rows in bad.items():
-                    for r in d[rows].itertuples(): quarantine.add('epidemiology', f'{name} {r.AREA or "US"} {r.SITE} {r.YEAR} {r.SEX}', why, **at)
+                    for r in d[rows].itertuples():
+                        quarantine.add('epidemiology', f'{name} {r.AREA or "US"} {r.SITE} {r.YEAR} {r.SEX}', why, **at)
                 raw.append(d[~pd.DataFrame(bad).any(axis=1)])
         except Unparsable as e: quarantine.add('epidemiology', line['url'], str(e), **at)
     d = pd.concat(raw, ignore_index=True) if raw else pd.DataFrame()
     if d.empty: raise DataError('epidemiology: the archive holds no cell; see the quarantine, and put in another file')
-    return normalize(pd.DataFrame(dict(country='United States', region=d.AREA, site=d.site, year=d.YEAR, sex=d.SEX.map(_SEX), measure=d.EVENT_TYPE.map(_EVENT),
-                                       count=d.COUNT, rate_per_100k=d.AGE_ADJUSTED_RATE, rate_type='age-adjusted 2000 US std', source=f'uscs@{pages.vintage}')))
+    return normalize(pd.DataFrame(dict(
+        country='United States', region=d.AREA, site=d.site, year=d.YEAR, sex=d.SEX.map(_SEX), measure=d.EVENT_TYPE.map(_EVENT),
+        count=d.COUNT, rate_per_100k=d.AGE_ADJUSTED_RATE, rate_type='age-adjusted 2000 US std', source=f'uscs@{pages.vintage}')))
 
 def reconcile(
     pages, # of `fetch`
@@ -117,11 +127,15 @@ def reconcile(
         for name, d in tables(body):
             t = out.setdefault(name, dict(ids=[], sums=0, races=0, areas={}))
             kept, years = _kept(name, d), d.YEAR.str.fullmatch(r'\d{4}').fillna(False)
-            t['ids'] += list(d[[c for c in ('AREA', 'SITE', 'YEAR', 'SEX', 'EVENT_TYPE') if c in d]][kept].itertuples(index=False, name=None))
-            t['races'] += int(d.RACE.ne('All Races').sum()); t['sums'] += int((~years & d.RACE.eq('All Races')).sum())
+            key = [c for c in ('AREA', 'SITE', 'YEAR', 'SEX', 'EVENT_TYPE') if c in d]
+            t['ids'] += list(d.loc[kept, key].itertuples(index=False, name=None))
+            t['races'] += int(d.RACE.ne('All Races').sum())
+            t['sums'] += int((~years & d.RACE.eq('All Races')).sum())
             if name == 'BYAREA.TXT': t['areas'] |= dict.fromkeys(d.AREA[~d.AREA.isin(STATES)].dropna())
-    return reconciled(tally(n, None, t['ids'], f'left out: {t["races"]} rows of single races, {t["sums"]} sums over years'
-                            + (', other areas: ' + '; '.join(t['areas']) if t['areas'] else '')) for n, t in out.items())
+    def note(t):
+        areas = ', other areas: ' + '; '.join(t['areas']) if t['areas'] else ''
+        return f'left out: {t["races"]} rows of single races, {t["sums"]} sums over years{areas}'
+    return reconciled(tally(n, None, t['ids'], note(t)) for n, t in out.items())
 
 def carry_over(
     live:pd.DataFrame,     # of `parse`

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FILERS', 'DEADLINES', 'FIGURES', 'CIKS', 'ANNUAL', 'PERIODIC', 'TAGS', 'RAW', 'code_form', 'normalize', 'filers',
-           'filed', 'figures', 'fetch', 'plain', 'parse', 'reconcile']
+           'filed', 'figures', 'fetch', 'plain', 'parse', 'reconcile', 'carry_over']
 
 # %% ../../nbs/sources/03_filings.ipynb #c002
 import html, json, re
@@ -15,8 +15,8 @@ import pandas as pd
 from .. import vocab
 from ..core import DataError, progress
 from ..records import FORMS, columns, end_of
-from . import client as _client
-from .client import HttpError
+from . import client as _client, pull
+from .client import HttpError, Pages
 from .pull import Unparsable, ask, day, field, finder, mentions, reconciled, tally
 
 # %% ../../nbs/sources/03_filings.ipynb #c005
@@ -102,12 +102,13 @@ def normalize(
 CIKS = { # canonical sponsor: filer as the table names it, CIK
     'AbbVie': ('AbbVie', 1551152), 'Pharmacyclics': ('AbbVie', 1551152), 'Amgen': ('Amgen', 318154), 'Onyx': ('Amgen', 318154),
     'AstraZeneca': ('AstraZeneca', 901832), 'MedImmune': ('AstraZeneca', 901832), 'Acerta': ('AstraZeneca', 901832),
-    'BeiGene': ('BeiGene', 1651308), 'BeOne': ('BeiGene', 1651308), 'BioMarin': ('BioMarin', 1048477), 'Biogen': ('Biogen', 875045),
-    'Bristol-Myers Squibb': ('Bristol-Myers Squibb', 14272), 'Medarex': ('Bristol-Myers Squibb', 14272), 'Celgene': ('Celgene', 816284),
-    'Eli Lilly': ('Eli Lilly', 59478), 'ImClone': ('Eli Lilly', 59478), 'Exelixis': ('Exelixis', 939767), 'Genmab': ('Genmab', 1434265),
-    'GlaxoSmithKline': ('GlaxoSmithKline', 1131399), 'Gilead Sciences': ('Gilead Sciences', 882095), 'Kite': ('Gilead Sciences', 882095),
-    'Janssen': ('Johnson & Johnson', 200406), 'Merck Sharp & Dohme': ('Merck & Co', 310158), 'Novartis': ('Novartis', 1114448),
-    'Pfizer': ('Pfizer', 78003), 'Medivation': ('Pfizer', 78003), 'Regeneron': ('Regeneron', 872589), 'Sanofi': ('Sanofi', 1121404),
+    'BeiGene': ('BeiGene', 1651308), 'BeOne': ('BeiGene', 1651308), 'BioMarin': ('BioMarin', 1048477),
+    'Biogen': ('Biogen', 875045), 'Bristol-Myers Squibb': ('Bristol-Myers Squibb', 14272),
+    'Medarex': ('Bristol-Myers Squibb', 14272), 'Celgene': ('Celgene', 816284), 'Eli Lilly': ('Eli Lilly', 59478), 'ImClone': ('Eli Lilly', 59478),
+    'Exelixis': ('Exelixis', 939767), 'Genmab': ('Genmab', 1434265), 'GlaxoSmithKline': ('GlaxoSmithKline', 1131399),
+    'Gilead Sciences': ('Gilead Sciences', 882095), 'Kite': ('Gilead Sciences', 882095), 'Janssen': ('Johnson & Johnson', 200406),
+    'Merck Sharp & Dohme': ('Merck & Co', 310158), 'Novartis': ('Novartis', 1114448), 'Pfizer': ('Pfizer', 78003),
+    'Medivation': ('Pfizer', 78003), 'Regeneron': ('Regeneron', 872589), 'Sanofi': ('Sanofi', 1121404),
     'Seagen': ('Seagen', 1060736), 'Seattle Genetics': ('Seagen', 1060736), 'Takeda': ('Takeda', 1395064),
     'Millennium': ('Takeda', 1395064), 'Zai Lab': ('Zai Lab', 1704292)}
 
@@ -129,19 +130,21 @@ def filed(
 ) -> list: # one dict a filing; raises Unparsable where the columns do not fit together
     "Filings of one block, row by row."
     cols = {c: field(block, c, list) for c in _COLUMNS}
-    if len({len(v) for v in cols.values()}) > 1: raise Unparsable('columns of different length: ' + ', '.join(f'{c} {len(v)}' for c, v in cols.items()))
+    if len({len(v) for v in cols.values()}) > 1:
+        raise Unparsable('columns of different length: ' + ', '.join(f'{c} {len(v)}' for c, v in cols.items()))
     return [dict(zip(cols, v)) for v in zip(*cols.values())]
 
 # %% ../../nbs/sources/03_filings.ipynb #c019
 TAGS = dict( # figure: tags, best first
     rd_expense_usd='ResearchAndDevelopmentExpense ResearchAndDevelopmentExpenseExcludingAcquiredInProcessCost',
-    revenue_usd='RevenueFromContractWithCustomerExcludingAssessedTax RevenueFromContractWithCustomerIncludingAssessedTax Revenues '
-                'SalesRevenueNet SalesRevenueGoodsNet Revenue RevenueFromContractsWithCustomers',
+    revenue_usd='RevenueFromContractWithCustomerExcludingAssessedTax RevenueFromContractWithCustomerIncludingAssessedTax '
+                'Revenues SalesRevenueNet SalesRevenueGoodsNet Revenue RevenueFromContractsWithCustomers',
     operating_expenses_usd='OperatingExpenses CostsAndExpenses OperatingExpense',
     net_income_usd='NetIncomeLoss ProfitLoss ProfitLossAttributableToOwnersOfParent',
-    operating_cash_flow_usd='NetCashProvidedByUsedInOperatingActivities NetCashProvidedByUsedInOperatingActivitiesContinuingOperations '
-                            'CashFlowsFromUsedInOperatingActivities',
-    cash_usd='CashAndCashEquivalentsAtCarryingValue CashCashEquivalentsRestrictedCashAndRestrictedCashEquivalents CashAndCashEquivalents',
+    operating_cash_flow_usd='NetCashProvidedByUsedInOperatingActivities CashFlowsFromUsedInOperatingActivities '
+                            'NetCashProvidedByUsedInOperatingActivitiesContinuingOperations',
+    cash_usd='CashAndCashEquivalentsAtCarryingValue CashAndCashEquivalents '
+             'CashCashEquivalentsRestrictedCashAndRestrictedCashEquivalents',
     total_assets_usd='Assets')
 
 def figures(
@@ -154,7 +157,8 @@ def figures(
         for tag in tags.split():
             for book in ('us-gaap', 'ifrs-full'):
                 said = {}
-                for f in ((books.get(book) or {}).get(tag) or {}).get('units', {}).get('USD', []): said.setdefault((figure, f['accn']), []).append(f)
+                units = ((books.get(book) or {}).get(tag) or {}).get('units', {})
+                for f in units.get('USD', []): said.setdefault((figure, f['accn']), []).append(f)
                 out = said | out # what a better tag said stays
     return out
 
@@ -169,30 +173,40 @@ def _of_period(said, form, end):
 _TEXT = ('10-K', '10-Q', '20-F')
 def _blocks(bodies): # part -> filings of the blocks
     for line, body in bodies:
-        if line['part'] == 'submissions': yield line, field(field(json.loads(body), 'filings', dict), 'recent', dict)
+        if line['part'] == 'submissions': yield line, _recent(json.loads(body))
         elif line['part'] == 'older': yield line, json.loads(body)
+
+def _recent(head): return field(field(head, 'filings', dict), 'recent', dict)
+
+def _texts(pages, name): # of earlier vintages: url -> sha256
+    return {l['url']: l['sha256'] for folder in sorted((pages.folder/'jobs').iterdir()) if folder.name != pages.vintage
+            for l in Pages(pages.folder, folder.name).job('filings', name).lines if l['part'] == 'text'}
 
 def _company(client, pages, params, cik):
     "All pages of one filer, from where the journal ends."
     job = pages.job('filings', f'CIK{cik:010d}')
     if job.done: return
     have = {l['url'] for l in job.lines}
-    def take(url, part, read, **extra):
-        if url not in have:
-            a, n = ask(client, url, None, read) if part != 'text' else (client.get(url), 1)
-            job.add(a.body, url, {}, n=n, part=part, **extra)
-    take(f'{params.url}/submissions/CIK{cik:010d}.json', 'submissions', lambda o: len(filed(field(field(o, 'filings', dict), 'recent', dict))))
+    def take(url, part, size, **extra):
+        if url in have: return
+        a, n = ask(client, url, None, size)
+        job.add(a.body, url, {}, n=n, part=part, **extra)
+    take(f'{params.url}/submissions/{job.name}.json', 'submissions', lambda page: len(filed(_recent(page))))
     head = json.loads(pages.get(job.lines[0]['sha256']))
     for f in field(head['filings'], 'files', list, need=False) or []:
-        take(f'{params.url}/submissions/{field(f, "name")}', 'older', lambda o: len(filed(o)), count=f.get('filingCount'))
-    try: take(f'{params.url}/api/xbrl/companyfacts/CIK{cik:010d}.json', 'facts', lambda o: len(field(o, 'facts', dict)))
+        take(f'{params.url}/submissions/{field(f, "name")}', 'older', lambda page: len(filed(page)), count=f.get('filingCount'))
+    try: take(f'{params.url}/api/xbrl/companyfacts/{job.name}.json', 'facts', lambda page: len(field(page, 'facts', dict)))
     except HttpError as e:
         if e.status != 404: raise
     rows = [f for _, b in _blocks(job.bodies(partial=True)) for f in filed(b)] if params.text else []
-    reports = [f for f in rows if f['form'] in _TEXT and f['primaryDocument'] and str(f['filingDate']) >= str(params.text_from)]
-    for accession, doc in {str(f['accessionNumber']): f['primaryDocument'] for f in reports}.items():
-        take(f'{params.archives}/edgar/data/{cik}/{accession.replace("-", "")}/{doc}', 'text', None, accession=accession)
-    job.finish(sum(l['n'] if l['part'] == 'submissions' else l['count'] or 0 for l in job.lines if l['part'] in ('submissions', 'older')))
+    wanted = [f for f in rows if f['form'] in _TEXT and f['primaryDocument'] and str(f['filingDate']) >= str(params.text_from)]
+    before = _texts(pages, job.name) if wanted else {}
+    for accession, doc in {str(f['accessionNumber']): f['primaryDocument'] for f in wanted}.items():
+        url = f'{params.archives}/edgar/data/{cik}/{accession.replace("-", "")}/{doc}'
+        if url in have: continue
+        job.add(pages.get(before[url]) if url in before else client.get(url).body, url, {}, n=1, part='text', accession=accession)
+    job.finish(sum(l['n'] if l['part'] == 'submissions' else l.get('count') or 0 for l in job.lines
+                   if l['part'] in ('submissions', 'older')))
 
 def fetch(
     client,                # asks
@@ -203,11 +217,12 @@ def fetch(
     "Filings of the programs' sponsors, with their figures and, where wanted, their text."
     _client.agent(params.contact, need_contact=True)
     found, without = filers(programs)
-    job = pages.job('filings', 'filers')
-    if not job.done: # the list itself is a page, so that a parse needs nothing else
-        if not job.lines: job.add(json.dumps(dict(filers=found, without=without), sort_keys=True).encode(), 'filers', {}, n=len(found), part='filers')
-        job.finish(len(found) + len(without))
-    for _ in progress(client.map(lambda cik: _company(client, pages, params, cik), found, params.workers), 'filings', len(found), 'company'): pass
+    job, body = pages.job('filings', 'filers'), json.dumps(dict(filers=found, without=without), sort_keys=True).encode()
+    if job.lines and pages.get(job.lines[0]['sha256']) != body: job.restart() # other programs than before
+    if not job.lines: job.add(body, 'filers', {}, n=len(found), part='filers') # a page too, so that a parse needs nothing else
+    if not job.done: job.finish(len(found) + len(without))
+    one = lambda cik: _company(client, pages, params, cik)
+    for _ in progress(client.map(one, found, params.workers), 'filings', len(found), 'company'): pass
 
 # %% ../../nbs/sources/03_filings.ipynb #c024
 _MARKUP = re.compile(r'<(script|style)\b.*?</\1>|<[^>]*>', re.S | re.I)
@@ -225,10 +240,12 @@ def _row(f, company, cik, ticker, said, source):
     numbers = {k: _of_period(v, form.removesuffix('/A'), end) for (k, a), v in said.items() if a == accession}
     rd = numbers.get('rd_expense_usd')
     filed_date = max(days, key=lambda d: end_of([d])[0]) # a month counts at its end
-    return dict(company=company, ticker=ticker, cik=str(cik), form=form, filed_date=filed_date, period_end=end, accession_or_source_id=accession,
-                drugs_mentioned=None, rd_period_start=rd and rd['start'], source=source) | {k: v and str(float(v['val'])) for k, v in numbers.items()}
+    row = dict(company=company, ticker=ticker, cik=str(cik), form=form, filed_date=filed_date, period_end=end, source=source,
+               accession_or_source_id=accession, rd_period_start=rd and rd['start'])
+    return row | {k: v and str(float(v['val'])) for k, v in numbers.items()}
 
-RAW = ['company', 'ticker', 'cik', 'form', 'filed_date', 'period_end', 'accession_or_source_id', 'drugs_mentioned', 'rd_period_start', *FIGURES, 'source']
+RAW = ['company', 'ticker', 'cik', 'form', 'filed_date', 'period_end', 'accession_or_source_id', 'drugs_mentioned',
+       'rd_period_start', *FIGURES, 'source']
 
 def parse(
     pages,                 # of `fetch`
@@ -250,15 +267,18 @@ def parse(
                 if line['part'] == 'facts': said = figures(json.loads(body))
                 if line['part'] == 'submissions': ticker = (json.loads(body).get('tickers') or [None])[0]
                 blocks += [(f, at) for _, b in _blocks([(line, body)]) for f in filed(b)]
-            except (Unparsable, KeyError, TypeError, AttributeError) as e: quarantine.add('filings', f'{job.name} {line["part"]}', _why(e), **at)
+            except (Unparsable, KeyError, TypeError, AttributeError) as e:
+                quarantine.add('filings', f'{job.name} {line["part"]}', _why(e), **at)
         mine = {}
         for (k, a), v in said.items(): mine.setdefault(a, {})[k, a] = v
         for f, at in blocks:
             if f['form'] not in FORMS and isinstance(f['form'], str): continue
             try:
-                row = _row(f, company, cik, ticker, mine.get(f['accessionNumber'], {}), f'edgar@{pages.vintage}')
-                rows[row['accession_or_source_id']] = row | dict(drugs_mentioned=named.get(row['accession_or_source_id']) or None)
-            except (Unparsable, KeyError, TypeError, ValueError) as e: quarantine.add('filings', f'{company} {f["accessionNumber"]}', _why(e), **at)
+                no = f['accessionNumber']
+                row = _row(f, company, cik, ticker, mine.get(no, {}), f'edgar@{pages.vintage}')
+                rows[no] = row | dict(drugs_mentioned=named.get(no) or None)
+            except (Unparsable, KeyError, TypeError, ValueError) as e:
+                quarantine.add('filings', f'{company} {f["accessionNumber"]}', _why(e), **at)
     if not rows: raise DataError('filings: the pages hold no filing of a known form; see the quarantine, and fetch again')
     return normalize(pd.DataFrame(list(rows.values()), columns=RAW), programs.drug)
 
@@ -273,11 +293,21 @@ def reconcile(
     for name in pages.jobs('filings'):
         job = pages.job('filings', name)
         if name == 'filers':
-            out.append(tally(name, None, list(who['filers']), 'sponsors without a CIK: ' + (', '.join(who['without']) or 'none')))
+            note = 'sponsors without a CIK: ' + (', '.join(who['without']) or 'none')
+            out.append(tally(name, None, list(who['filers']), note))
             continue
         rows = [f for _, b in _blocks(job.bodies()) for f in filed(b)]
         other = sum(f['form'] not in FORMS for f in rows)
         bare = [] if any(l['part'] == 'facts' for l in job.lines) else ['no tagged figures']
-        out.append(tally(f'{name} {who["filers"].get(str(int(name[3:])), "")}'.strip(), job.total, [f['accessionNumber'] for f in rows],
-                         ', '.join([f'{other} of other forms', *bare])))
+        company = f'{name} {who["filers"].get(str(int(name[3:])), "")}'.strip()
+        note = ', '.join([f'{other} of other forms', *bare])
+        out.append(tally(company, job.total, [f['accessionNumber'] for f in rows], note))
     return reconciled(out)
+
+# %% ../../nbs/sources/03_filings.ipynb #c027
+def carry_over(
+    live:pd.DataFrame,     # of `parse`
+    embedded:pd.DataFrame, # the same table of the embedded data
+) -> pd.DataFrame: # `filings`
+    "Live filings, and the companies that only the embedded table has."
+    return pull.carry_over(live, embedded, ['company'])

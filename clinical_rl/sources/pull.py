@@ -31,7 +31,8 @@ def field(
     v = record.get(name)
     if v is None or v == '':
         if not need: return None
-        near = [] if name in record else difflib.get_close_matches(name, [k for k in record if isinstance(k, str)], n=1, cutoff=.75)
+        others = [k for k in record if isinstance(k, str)] if name not in record else []
+        near = difflib.get_close_matches(name, others, n=1, cutoff=.75)
         raise Unparsable(f'field {name!r} is missing' + (f'; is it {near[0]!r} now?' if near else ''))
     if kind is float:
         try: return float(v.replace(',', '') if isinstance(v, str) else v if not isinstance(v, bool) else None)
@@ -63,7 +64,8 @@ def brands(
 ) -> dict: # drug -> set of its sponsor's brand names, lower case
     "Brand names of each program."
     known = vocab.PROGRAMS.brands
-    return {p.drug: {b.lower() for b in [*p.brand.split('|'), *known.get(p.drug, '').split('|')] if b} for p in programs.itertuples()}
+    return {p.drug: {b.lower() for b in [*p.brand.split('|'), *known.get(p.drug, '').split('|')] if b}
+            for p in programs.itertuples()}
 
 def finder(
     programs:pd.DataFrame, # table of programs
@@ -94,7 +96,8 @@ def ask(
     "One page of JSON, understood."
     a = client.get(url, params, check=json.loads)
     try: return a, read(json.loads(a.body))
-    except Unparsable as e: raise DataError(f'{a.url}: {e}; the API speaks another form than its connector, which has to be changed') from None
+    except Unparsable as e:
+        raise DataError(f'{a.url}: {e}; the API speaks another form than its connector, which has to be changed') from None
 
 # %% ../../nbs/sources/00b_pull.ipynb #c017
 def import_file(
@@ -104,16 +107,20 @@ def import_file(
     where:str,     # params: file name in live/import/, path, or address
     wanted:str,    # what to fetch, and from where, for the error
     key:str,       # of params.yaml, for the error
+    check=None,    # function of the body that raises ValueError where it is not whole
 ):
     "A file, or what an address serves, as the one page of a job."
     job = pages.job(source, job)
     if job.done: return
     if not job.lines:
-        if where.startswith(('http://', 'https://')): body, url = client.get(where).body, where
+        if where.startswith(('http://', 'https://')): body, url = client.get(where, check=check).body, where
         else:
             path = Path(pages.folder)/'import'/where # an absolute path stays as it is
-            if not path.is_file(): raise DataError(f'{path} is missing: {wanted} and save it there, or name another file in {key} of params.yaml')
+            remedy = f'{wanted} and save it there, or name another file in {key} of params.yaml'
+            if not path.is_file(): raise DataError(f'{path} is missing: {remedy}')
             body, url = path.read_bytes(), path.name
+            try: check and check(body)
+            except ValueError as e: raise DataError(f'{path}: {e}: {remedy}') from None
         job.add(body, url, {}, n=1)
     job.finish()
 
@@ -144,4 +151,5 @@ def carry_over(
 ) -> pd.DataFrame: # columns of `live`, by record_id
     "Live rows, and embedded rows of groups that live does not have."
     there = pd.MultiIndex.from_frame(embedded[by]).isin(pd.MultiIndex.from_frame(live[by]))
-    return pd.concat([live, embedded.loc[~there, list(live)]], ignore_index=True).sort_values('record_id', kind='stable', ignore_index=True)
+    both = pd.concat([live, embedded.loc[~there, list(live)]], ignore_index=True)
+    return both.sort_values('record_id', kind='stable', ignore_index=True)

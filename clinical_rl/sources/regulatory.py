@@ -151,7 +151,8 @@ def search(
 
 def _page(obj): # records, their total, and the state of the data
     meta = field(obj, 'meta', dict)
-    return field(obj, 'results', list), int(field(field(meta, 'results', dict), 'total', float)), field(meta, 'last_updated', need=False)
+    total = int(field(field(meta, 'results', dict), 'total', float))
+    return field(obj, 'results', list), total, field(meta, 'last_updated', need=False)
 
 def _next(answer, asked, limit, total):
     "Parameters of the page that follows, or None."
@@ -178,7 +179,8 @@ def _applications(client, job, url, query):
             restarts += 1
             job.restart()
             continue
-        job.add(a.body, url, query | asked, n=len(rows), next=_next(a, asked, query['limit'], total), total=total, data_time=updated)
+        after = _next(a, asked, query['limit'], total)
+        job.add(a.body, url, query | asked, n=len(rows), next=after, total=total, data_time=updated)
 
 def fetch(
     client,                # asks; holds the key of the API, if there is one
@@ -188,28 +190,32 @@ def fetch(
 ) -> None: # raises HttpError, DataError for a file that is missing
     "All applications of the programs, and the Purple Book."
     if params.purple_book:
-        import_file(client, pages, 'regulatory', 'purplebook', params.purple_book, PURPLE_BOOK, 'ingest.regulatory.purple_book')
+        key = 'ingest.regulatory.purple_book'
+        import_file(client, pages, 'regulatory', 'purplebook', params.purple_book, PURPLE_BOOK, key)
     names = {d: [d, *sorted(b)] for d, b in brands(programs).items()}
-    def one(drug): _applications(client, pages.job('regulatory', f'drugsfda {drug}'), params.url, dict(search=search(names[drug]), limit=params.limit))
+    def one(drug):
+        query = dict(search=search(names[drug]), limit=params.limit)
+        _applications(client, pages.job('regulatory', f'drugsfda {drug}'), params.url, query)
     for _ in progress(client.map(one, names, params.workers), 'approvals', len(names), 'program'): pass
     if names and not any(pages.job('regulatory', f'drugsfda {d}').lines for d in names):
         raise DataError(f'{params.url} finds none of the {len(names)} programs; check ingest.regulatory.url in params.yaml')
 
-PURPLE_BOOK = 'fetch the newest "Purple Book Data Download" (CSV, all products of a month) from https://purplebooksearch.fda.gov/downloads'
+PURPLE_BOOK = ('fetch the newest "Purple Book Data Download" (CSV, all products of a month) from '
+               'https://purplebooksearch.fda.gov/downloads')
 
 # %% ../../nbs/sources/02_regulatory.ipynb #c024
 _KINDS, _STATES = {'ORIG': 'original', 'SUPPL': 'supplement'}, {'AP': True, 'TA': False}
 _CLASSES = re.compile(r'EFFICACY|LABELING|MANUF|REMS|TYPE \d|BIO\w+|MEDICAL GAS|SUPPL|UNKNOWN|N/A|S\b', re.I)
-RAW = ['drug', 'event_date', 'event_type', 'application_no', 'agency', 'submission', 'submission_class', 'review_priority', 'properties',
-       'cancer', 'biomarkers', 'indication_text', 'reference_product', 'source']
+RAW = ['drug', 'event_date', 'event_type', 'application_no', 'agency', 'submission', 'submission_class', 'review_priority',
+       'properties', 'cancer', 'biomarkers', 'indication_text', 'reference_product', 'source']
 
 def holders(
     programs:pd.DataFrame, # table of programs
 ) -> dict: # drug -> set of canonical names
     "The program's own sponsors, and who owns them today."
     own = vocab.PROGRAMS.sponsors
-    return {p.drug: {vocab.canonical_sponsor(s) for s in [*p.sponsors.split('|'), *own.get(p.drug, '').split('|'), p.parent]} - {None}
-            for p in programs.itertuples()}
+    names = lambda p: [*p.sponsors.split('|'), *own.get(p.drug, '').split('|'), p.parent]
+    return {p.drug: {vocab.canonical_sponsor(s) for s in names(p)} - {None} for p in programs.itertuples()}
 
 def events(
     app:dict,    # one record of drugsfda
@@ -222,24 +228,27 @@ def events(
     if not no: raise Unparsable(f'unknown application number {app["application_number"]!r}')
     named = dict.fromkeys(field(app, 'openfda', dict, need=False) and app['openfda'].get('generic_name') or [])
     for p in field(app, 'products', list, need=False) or []:
-        named |= {field(p, 'brand_name', need=False): 1} | {field(i, 'name'): 1 for i in field(p, 'active_ingredients', list, need=False) or []}
+        named |= {field(p, 'brand_name', need=False): 1}
+        named |= {field(i, 'name'): 1 for i in field(p, 'active_ingredients', list, need=False) or []}
     drugs = sorted({d for n in named for d in mentions(n, find)})
     sponsor, out = vocab.canonical_sponsor(field(app, 'sponsor_name', need=False)), []
     for s in field(app, 'submissions', list, need=False) or [] if drugs else []:
         what = f'{no[0]} {s.get("submission_type")}-{s.get("submission_number")}' if isinstance(s, dict) else no[0]
         try:
-            kind, state, cls = field(s, 'submission_type'), field(s, 'submission_status'), field(s, 'submission_class_code', need=False)
+            kind, state = field(s, 'submission_type'), field(s, 'submission_status')
+            cls, priority = (field(s, c, need=False) for c in ('submission_class_code', 'review_priority'))
             if kind not in _KINDS: raise Unparsable(f'unknown submission_type {kind!r}')
             if state not in _STATES: raise Unparsable(f'unknown submission_status {state!r}')
             if not _STATES[state]: continue
-            date, priority = day(field(s, 'submission_status_date')), field(s, 'review_priority', need=False)
+            date = day(field(s, 'submission_status_date'))
         except Unparsable as e:
             bad(what, str(e))
             continue
-        if cls and not _CLASSES.match(cls): bad(what, f'unknown submission_class_code {cls!r}; the row is kept without its class')
+        if cls and not _CLASSES.match(cls):
+            bad(what, f'unknown submission_class_code {cls!r}; the row is kept without its class')
         event = 'expansion' if kind == 'SUPPL' and code_class(cls) == 'EFFICACY' else _KINDS[kind]
-        out += [dict(drug=d, event_date=date, event_type=event, application_no=no[2], agency='FDA', submission=what.split()[1],
-                     submission_class=cls, review_priority=priority, source=source,
+        out += [dict(drug=d, event_date=date, event_type=event, application_no=no[2], agency='FDA', source=source,
+                     submission=what.split()[1], submission_class=cls, review_priority=priority,
                      reference_product=_own_product(no[1] == 'ANDA', sponsor, own[d])) for d in drugs]
     return out
 
@@ -266,8 +275,9 @@ def _book_events(body, find, own, source, bad):
         except Unparsable as e:
             bad(f'BLA{row.get("BLA Number")} {row.get("Proprietary Name")}', str(e))
             continue
-        out += [dict(drug=d, event_date=date, event_type='original' if kind.lower().startswith('orig') else 'supplement', application_no=no.zfill(6),
-                     agency='FDA', source=source, reference_product=_own_product(license.startswith('351(k)'), sponsor, own[d])) for d in drugs]
+        event = 'original' if kind.lower().startswith('orig') else 'supplement'
+        out += [dict(drug=d, event_date=date, event_type=event, application_no=no.zfill(6), agency='FDA', source=source,
+                     reference_product=_own_product(license.startswith('351(k)'), sponsor, own[d])) for d in drugs]
     return out
 
 # %% ../../nbs/sources/02_regulatory.ipynb #c030
@@ -305,7 +315,8 @@ def reconcile(
         job, ids = pages.job('regulatory', name), []
         for _, body in job.bodies():
             if name == 'purplebook': continue
-            ids += [json.dumps(a.get('application_number', a) if isinstance(a, dict) else a) for a in field(json.loads(body), 'results', list)]
+            rows = field(json.loads(body), 'results', list)
+            ids += [json.dumps(a.get('application_number', a) if isinstance(a, dict) else a) for a in rows]
         return tally(name, job.total, ids, 'a file' if name == 'purplebook' else '')
     return reconciled(map(counts, pages.jobs('regulatory')))
 
@@ -328,4 +339,5 @@ def carry_over(
     for c in ('submission_class', 'review_priority', 'reference_product'): out[c] = live[c].fillna(hit[c])
     missed = embedded.indications.notna() & ~embedded.record_id.isin(live.record_id)
     stay = embedded[~embedded.agency.isin(live.agency) | ~embedded.drug.isin(live.drug) | missed]
-    return pd.concat([out, stay[list(out)]], ignore_index=True).sort_values('record_id', kind='stable', ignore_index=True)
+    both = pd.concat([out, stay[list(out)]], ignore_index=True)
+    return both.sort_values('record_id', kind='stable', ignore_index=True)

@@ -48,9 +48,11 @@ def _listed(obj): # the page is a list of rows
 
 def _total(client, url):
     "The API's own number of rows, or None where it does not tell."
-    try: return int(ask(client, f'{url}/stats', None, lambda o: field(o, 'total_rows', float))[1])
+    try: said = json.loads(client.get(f'{url}/stats', check=json.loads).body)
     except HttpError as e:
-        if e.status != 404: raise
+        if not 400 <= (e.status or 0) < 500: raise
+        return None
+    return said.get('total_rows') if isinstance(said, dict) and isinstance(said.get('total_rows'), int) else None
 
 def _dataset(client, job, url, size):
     "All pages of a dataset, from where the journal ends."
@@ -105,9 +107,9 @@ def _products(row, years, program, find, own):
         if cell['total_spending_usd'] is None or cell['claims'] is None: continue
         for d in drugs:
             copy = _SUFFIX.search(generic) and not any(b in (brand or '').lower() for b in own[d])
-            out.append(dict(drug=d, brand=brand, generic=generic, program=program, year=y, hcpcs=code,
-                            note='combination product' if _SECOND.search(generic) and not copy else 'biosimilar/generic' if copy else None)
-                       | {c: None if v is None else str(v) for c, v in cell.items()})
+            note = 'biosimilar/generic' if copy else 'combination product' if _SECOND.search(generic) else None
+            what = dict(drug=d, brand=brand, generic=generic, program=program, year=y, hcpcs=code, note=note)
+            out.append(what | {c: None if v is None else str(v) for c, v in cell.items()})
     return out
 
 # %% ../../nbs/sources/04_utilization.ipynb #c015
@@ -121,14 +123,15 @@ def parse(
     for program in pages.jobs('utilization'):
         for line, body in pages.job('utilization', program).bodies():
             at, page = dict(url=line['url'], sha256=line['sha256']), json.loads(body)
+            first = line['params']['offset']
             try: years = years_of(page, program)
             except Unparsable as e:
-                quarantine.add('utilization', f'{program} rows {line["params"]["offset"]}-{line["params"]["offset"] + len(page) - 1}', str(e), **at)
+                quarantine.add('utilization', f'{program} rows {first}-{first + len(page) - 1}', str(e), **at)
                 continue
             for i, r in enumerate(page):
                 try: found = _products(r, years, program, find, own)
                 except Unparsable as e:
-                    quarantine.add('utilization', f'{program} row {line["params"]["offset"] + i}', str(e), **at)
+                    quarantine.add('utilization', f'{program} row {first + i}', str(e), **at)
                     continue
                 rows |= {tuple(x[c] for c in ('drug', 'program', 'year', 'hcpcs', 'brand', 'generic')): x for x in found}
     if not rows: raise DataError('utilization: the pages hold no spending of any program; see the quarantine, and fetch again')
@@ -144,8 +147,10 @@ def reconcile(
     def counts(program):
         job = pages.job('utilization', program)
         rows = [r for _, body in job.bodies() for r in json.loads(body)]
-        ids = [tuple(r.get(c) for c in ('HCPCS_Cd', 'Brnd_Name', 'Gnrc_Name', 'Mftr_Name')) if isinstance(r, dict) else i for i, r in enumerate(rows)]
-        bare = sum(bool(v) and not r.get(c.replace('Spndng', 'Clms')) for r in rows if isinstance(r, dict) for c, v in r.items() if 'Tot_Spndng_' in c)
+        rows = [r for r in rows if isinstance(r, dict)]
+        ids = [tuple(r.get(c) for c in ('HCPCS_Cd', 'Brnd_Name', 'Gnrc_Name', 'Mftr_Name')) for r in rows]
+        spent = [(r, c) for r in rows for c in r if c.startswith('Tot_Spndng_') and r[c]]
+        bare = sum(not r.get(c.replace('Spndng', 'Clms')) for r, c in spent)
         return tally(program, job.total, ids, f'{bare} cells with spending and no claims' if bare else '')
     return reconciled(map(counts, pages.jobs('utilization')))
 
