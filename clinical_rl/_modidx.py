@@ -516,6 +516,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': 'local', 'g
                                                                                             'clinical_rl/sources/client.py'),
                                             'clinical_rl.sources.client.Client._ask': ( 'sources/client.html#client._ask',
                                                                                         'clinical_rl/sources/client.py'),
+                                            'clinical_rl.sources.client.Client._hop': ( 'sources/client.html#client._hop',
+                                                                                        'clinical_rl/sources/client.py'),
                                             'clinical_rl.sources.client.Client._in_time': ( 'sources/client.html#client._in_time',
                                                                                             'clinical_rl/sources/client.py'),
                                             'clinical_rl.sources.client.Client._lane': ( 'sources/client.html#client._lane',

@@ -7,7 +7,7 @@ __all__ = ['AGAIN', 'agent', 'hide', 'redact', 'Host', 'retry_after', 'HttpError
            'one_refresh', 'Quarantine']
 
 # %% ../../nbs/sources/00_client.ipynb #c002
-import base64, email.utils, fcntl, hashlib, json, logging, os, random, re, socket, sys, threading, time, zlib
+import base64, email.utils, errno, fcntl, hashlib, json, logging, os, random, re, socket, sys, threading, time, zlib
 from collections import deque
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,7 +33,8 @@ def agent(
     if need_contact and not re.fullmatch(r'.*\S@\S+\.\S+.*', contact):
         raise DataError(f'ingest.contact {contact!r} is no e-mail address, and SEC EDGAR refuses requests without one; '
                         'set ingest.contact in params.yaml to yours')
-    if not contact.isascii() or not contact.isprintable(): raise DataError(f'ingest.contact {contact!r}: a header takes ASCII letters only; write it so')
+    if not contact.isascii() or not contact.isprintable():
+        raise DataError(f'ingest.contact {contact!r}: a header takes ASCII letters only; write it so')
     return f'clinical_rl/{__version__}' + (f' ({contact})' if contact else '')
 
 # %% ../../nbs/sources/00_client.ipynb #c008
@@ -46,12 +47,13 @@ def hide(
     "From now on `redact` takes this key out of every text."
     global _forms
     key = key.strip()
+    if key in _forms: return key
     if len(key) < 8 or not key.isascii() or not key.isprintable():
-        raise DataError(f'{where}: a key has 8 or more ASCII letters, this one is shorter or has others; copy it again from its source')
+        raise DataError(f'{where}: a key has 8 or more letters, all of them ASCII, and this one does not; copy it again')
     new = {key, quote(key), quote(key, safe=''), quote_plus(key), json.dumps(key)[1:-1], repr(key)[1:-1],
            *(base64.b64encode(x.encode()).decode() for x in (key, f'{key}:'))}
-    with _lock:
-        if key not in _forms: _forms = tuple(sorted({*_forms, *new, *map(str.lower, new - {key})}, key=len, reverse=True))
+    new |= {re.sub('%..', lambda m: m[0].lower(), x) for x in new}
+    with _lock: _forms = tuple(sorted({*_forms, *new}, key=len, reverse=True))
     return key
 
 def redact(
@@ -113,7 +115,8 @@ class _Lane:
 class _Trouble(Exception):
     "Why there is no answer; where another try may help there is no remedy yet."
     def __init__(self, what, remedy=None, status=None, after=None, text=''):
-        self.what, self.remedy, self.status, self.after, self.text, self.url = what, remedy, status, after, text, None
+        self.what, self.remedy, self.status, self.after, self.text = what, remedy, status, after, text
+        self.url = self.lane = None # of the request, set where it is known
 
 def _unpack(
     chunks,        # iterable of bytes, as they come from the network
@@ -122,15 +125,18 @@ def _unpack(
 ) -> bytes: # raises for damage, an early end or more than `limit`
     "The decoded body."
     out, size, d = [], 0, None
-    if encoding not in ('', 'identity', 'gzip', 'x-gzip', 'deflate'): raise _Trouble(f'a body in the encoding {encoding}, which was not asked for')
+    plain = encoding in ('', 'identity')
+    if not plain and encoding not in ('gzip', 'x-gzip', 'deflate'):
+        raise _Trouble(f'a body in {encoding}, which was not asked for')
     for c in chunks:
         while c:
-            if encoding in ('', 'identity'): piece, c = c, b''
+            if plain: piece, c = c, b''
             else:
-                if d is None or d.eof: d = zlib.decompressobj(31 if 'gzip' in encoding else 15 if c[0] & 15 == 8 else -15) # -15: no header
+                if d is None or d.eof: # a stream begins; some hosts send deflate without its header
+                    d = zlib.decompressobj(31 if encoding != 'deflate' else 15 if c[0] & 15 == 8 else -15)
                 try: piece = d.decompress(c, int(limit) - size + 1)
                 except zlib.error: raise _Trouble(f'damaged {encoding}') from None
-                c = d.unconsumed_tail or d.unused_data
+                c = d.unused_data
             out.append(piece); size += len(piece)
             if size > limit: raise _Trouble(f'a body above {limit/1e6:g} MB', 'ask for less in one request, or raise max_bytes')
     if d and not d.eof: raise _Trouble(f'{encoding} cut short')
@@ -167,12 +173,14 @@ class Answer:
     url: str # after redirects, without keys
 
 AGAIN = {408, 425, 429, 500, 502, 503, 504} # statuses that another try may cure
+_LATER, _MOVED = 'run again later, what came so far is kept', 'look whether the address has moved'
+_ADDRESS = 'correct the address in params.yaml'
 
 def _remedy(status, host):
     if status in (401, 403):
         key = f'the key in {host.key_env}' if host.key_env else 'the key'
         return f'check {key} and the contact in params.yaml; some hosts block an address for a while'
-    return 'look whether the address has moved' if status in (404, 410) else 'correct the request'
+    return _MOVED if status in (404, 410) else 'correct the request'
 
 def _shown(url, names): # a URL without the query parameters that hold keys
     for n in names: url = url.copy_remove_param(n) if n in url.params else url
@@ -195,13 +203,15 @@ class Client:
         patience=900,                    # longest `Retry-After`, seconds
         transport=None,                  # httpx transport, to answer without a network
     ):
-        if not re.match(r'clinical_rl/\S', agent or ''): raise DataError(f'User-Agent {agent!r} does not name the project; pass what `agent` returns')
+        if not re.match(r'clinical_rl/\S', agent or ''):
+            raise DataError(f'User-Agent {agent!r} does not name the project; pass what `agent` returns')
         self.hosts, self.tries, self.max_bytes, self.clock = hosts or {}, tries, max_bytes, clock
         self.whole, self.patience, self._sleep = whole or 10*timeout, patience, sleep
         self._lanes, self._lock, self._local, self._random = {}, threading.Lock(), threading.local(), random.Random()
         for name in ('httpx', 'httpcore', *(f'httpcore.{x}' for x in ('connection', 'http11', 'http2', 'proxy', 'socks'))):
             logging.getLogger(name).addFilter(_quiet)
-        self._http = httpx.Client(headers={'User-Agent': agent, 'Accept-Encoding': 'gzip, deflate'}, timeout=timeout, transport=transport)
+        self._http = httpx.Client(headers={'User-Agent': agent, 'Accept-Encoding': 'gzip, deflate'}, timeout=timeout,
+                                  transport=transport)
 
     def __enter__(self): return self
     def __exit__(self, *_): self._http.close()
@@ -209,7 +219,7 @@ class Client:
     def _pause(self, seconds):
         stop = getattr(self._local, 'stop', None) or threading.Event()
         (self._sleep or stop.wait)(seconds)
-        if stop.is_set(): raise CancelledError('another request of the same map failed')
+        if stop.is_set(): raise CancelledError
 
     def _lane(self, url):
         parts = url.host.split('.')
@@ -231,40 +241,43 @@ class Client:
             try:
                 with self._http.stream('GET', url.copy_merge_params(query) if query else url, headers=headers) as r:
                     if r.has_redirect_location: return r, b''
-                    if r.status_code in AGAIN: raise _Trouble(f'{r.status_code} {r.reason_phrase}', status=r.status_code, after=retry_after(r.headers))
-                    return r, redact(_unpack(self._in_time(r.stream), r.headers.get('content-encoding', '').lower(), self.max_bytes))
+                    status, encoding = r.status_code, r.headers.get('content-encoding', '').lower()
+                    if status in AGAIN: raise _Trouble(f'{status} {r.reason_phrase}', status=status, after=retry_after(r.headers))
+                    return r, redact(_unpack(self._in_time(r.stream), encoding, self.max_bytes))
             except (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError, httpx.ProxyError) as e:
                 raise _Trouble(f'{type(e).__name__} ({e})') from None
-            except httpx.TransportError as e: raise _Trouble(str(e), 'correct the address in params.yaml') from None
+            except (httpx.TransportError, httpx.InvalidURL) as e: raise _Trouble(str(e), _ADDRESS) from None
 
-    def _once(self, url, secret, check): # one try, over redirects
-        start = url
+    def _hop(self, url, start, secret, check): # an answer, or the address that a redirect leads to
+        lane, same = self._lane(url), _origin(url) == _origin(start)
+        query, headers = lane.host.keys() if same else ({}, {})
+        if same: query = query | secret
+        shown = _shown(url, query)
+        try:
+            r, body = self._ask(url, query, headers, lane)
+            if r.has_redirect_location:
+                to = url.join(r.headers['location'])
+                if _origin(to) != _origin(start) and redact(str(to)) != str(to):
+                    raise _Trouble(f'a redirect to {to.host} with the key in its address', _MOVED, r.status_code)
+                return to
+            if r.status_code != 200:
+                text = ' '.join(body[:2000].decode(errors='replace').split())
+                said = f' ({text[:200]})' if text and not text.startswith('<') else '' # a web page says nothing
+                raise _Trouble(f'{r.status_code} {r.reason_phrase}{said}', _remedy(r.status_code, lane.host),
+                               r.status_code, text=text)
+            if check:
+                try: check(body)
+                except ValueError as e: raise _Trouble(f'a body that is not whole ({str(e)[:200]})', status=200) from None
+        except _Trouble as e:
+            e.url, e.lane = shown, lane
+            raise
+        return Answer(body, httpx.Headers([(k, redact(v)) for k, v in r.headers.multi_items()]), 200, shown)
+
+    def _once(self, start, secret, check): # one try, over redirects
+        url = start
         for _ in range(10):
-            lane = self._lane(url)
-            query, headers = lane.host.keys() if _origin(url) == _origin(start) else ({}, {})
-            if _origin(url) == _origin(start): query = query | secret
-            shown = _shown(url, query)
-            try:
-                r, body = self._ask(url, query, headers, lane)
-                if r.has_redirect_location:
-                    url = url.join(r.headers['location'])
-                    if _origin(url) != _origin(start) and redact(str(url)) != str(url):
-                        raise _Trouble(f'a redirect to {url.host} with the key in its address', 'look whether the address has moved', r.status_code)
-                    continue
-                if r.status_code != 200:
-                    text = ' '.join(body[:2000].decode(errors='replace').split())
-                    said = f' ({text[:200]})' if text and not text.startswith('<') else ''
-                    raise _Trouble(f'{r.status_code} {r.reason_phrase}{said}', _remedy(r.status_code, lane.host), r.status_code, text=text)
-                if check:
-                    try: check(body)
-                    except ValueError as e: raise _Trouble(f'a body that is not whole ({str(e)[:200]})', status=200) from None
-            except _Trouble as e:
-                e.url = shown
-                raise
-            return Answer(body, httpx.Headers([(k, redact(v)) for k, v in r.headers.multi_items()]), 200, shown)
-        e = _Trouble('more than 10 redirects', 'look whether the address has moved', r.status_code)
-        e.url = shown
-        raise e
+            if isinstance(url := self._hop(url, start, secret, check), Answer): return url
+        raise _Trouble('more than 10 redirects', _MOVED)
 
     def get(self,
         url:str,     # address
@@ -273,41 +286,53 @@ class Client:
         check=None,  # function of the body that raises ValueError where it is not whole, e.g. orjson.loads
     ) -> Answer: # raises HttpError
         "Ask until there is a whole answer, or it is clear that there will be none."
-        at = httpx.URL(url)
-        if params: at = at.copy_merge_params({k: v for k, v in params.items() if v is not None})
-        if at.userinfo: raise DataError(f'{at.host}: an address with a password in it; put the key into the environment')
         secret = {k: hide(v, k) for k, v in (secret or {}).items()}
-        for n in range(self.tries):
+        try: at = httpx.URL(url)
+        except httpx.InvalidURL as e: raise DataError(redact(f'{url!r}: {e}; {_ADDRESS}')) from None
+        if at.userinfo: raise DataError(f'{at.host}: an address with a password in it; put the key into the environment')
+        if params: at = at.copy_merge_params({k: v for k, v in params.items() if v is not None})
+        for n in range(1, self.tries + 1):
             try: return self._once(at, secret, check)
             except _Trouble as e: bad = e
-            if (bad.after or 0) > self.patience: bad.remedy = f'the host asks to wait {bad.after:.0f} s: run again after that, what came so far is kept'
+            wait = max(bad.after or 0, self._random.uniform(0, min(60, 2**n)))
+            if (bad.after or 0) > self.patience: bad.remedy = f'the host asks to wait {bad.after:.0f} s; {_LATER}'
+            elif n == self.tries: bad.remedy = bad.remedy or f'given up after {n} tries; {_LATER}'
             if bad.remedy: break
-            wait = self._random.uniform(0, min(60, 2**n))
-            if n + 1 == self.tries: break
-            if bad.after: self._lane(httpx.URL(bad.url)).hold(max(wait, bad.after))
+            if bad.status in (429, 503): bad.lane.hold(wait) # the host is busy, whoever asks
             else: self._pause(wait)
-        remedy = bad.remedy or f'given up after {self.tries} tries: run again later, what came so far is kept'
-        raise HttpError(f'{bad.url}: {bad.what}; {remedy}', bad.status, bad.url, bad.text) # outside of `except`: nothing of the request hangs on it
+        shown = bad.url or _shown(at, secret)
+        # raised outside of `except`: no request, with its key, hangs on the error
+        raise HttpError(f'{shown}: {bad.what}; {bad.remedy}', bad.status, shown, bad.text)
 
     def map(self,
         fn,      # function of an item; its requests share the limits
         items,   # iterable, taken as it is needed
         workers, # threads
     ): # yields the results in order
-        "Work on several items at once; the first error ends the rest."
-        stop, todo = threading.Event(), deque()
-        with ThreadPoolExecutor(workers, initializer=lambda: setattr(self._local, 'stop', stop)) as pool:
+        "Work on several items at once; the first error ends them all, those too that wait to try again."
+        stop, todo, errors = threading.Event(), deque(), []
+        def work(x):
+            if stop.is_set(): raise CancelledError
+            self._local.stop = stop
+            try: return fn(x)
+            except BaseException as e:
+                errors.append(e)
+                stop.set()
+                raise
+        with ThreadPoolExecutor(workers) as pool:
             try:
                 for x in items:
-                    todo.append(pool.submit(fn, x))
+                    todo.append(pool.submit(work, x))
                     if len(todo) > 2*workers: yield todo.popleft().result()
                 while todo: yield todo.popleft().result()
+            except CancelledError: raise errors[0] from None
             finally:
                 stop.set()
                 pool.shutdown(cancel_futures=True)
 
 # %% ../../nbs/sources/00_client.ipynb #c029
-def _write_error(path, e): return DataError(f'cannot write {path}: {e.strerror or e}; free some space or check permissions, then run again')
+def _write_error(path, e):
+    return DataError(f'cannot write {path}: {e.strerror or e}; free some space or check permissions, then run again')
 
 class Pages:
     "Raw pages of a refresh, and the journals that say what they are."
@@ -315,7 +340,8 @@ class Pages:
         folder,      # live/
         vintage:str, # name of the refresh, e.g. the registry's data timestamp
     ):
-        if not re.fullmatch(r'\w[\w.-]*', vintage): raise DataError(f'vintage {vintage!r}: letters, digits, `.`, `_` and `-` only; rename it')
+        if not re.fullmatch(r'\w[\w.-]*', vintage):
+            raise DataError(f'vintage {vintage!r}: letters, digits, `.`, `_` and `-` only; rename it')
         self.folder, self.vintage, self._lock = Path(folder), vintage, threading.Lock()
 
     def path(self, sha256:str) -> Path: return self.folder/'pages'/sha256[:2]/f'{sha256}.zst'
@@ -354,7 +380,7 @@ class Job:
     def __init__(self, pages, source, name):
         self.pages, self.source, self.name, self._lock = pages, source, name, threading.Lock()
         self.path = pages.folder/'jobs'/pages.vintage/source/f'{quote(name, safe=" ")}.jsonl'
-        if len(self.path.name.encode()) > 240: raise DataError(f'job {name[:60]!r}... of {source}: too long for a file name; shorten it')
+        if len(self.path.name) > 240: raise DataError(f'{source} job {name[:60]!r}...: too long for a file name; shorten it')
         self._read()
 
     def _read(self):
@@ -374,23 +400,24 @@ class Job:
             else: self.lines.append(d)
             self._good += len(line)
 
-    def _append(self, d):
+    def _append(self, d): # the line as it is read back
         if self.done: raise DataError(f'{self.path} is complete; restart the job before adding to it')
-        line = (redact(json.dumps(d, ensure_ascii=False)) + '\n').encode()
+        line = redact(json.dumps(d)) + '\n'
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, 'ab', buffering=0) as f:
-                if f.tell() != self._size: raise DataError(f'{self.path} was changed by another process; run one refresh at a time')
+                if f.tell() != self._size: raise DataError(f'{self.path} was changed meanwhile; run one refresh at a time')
+                f.truncate(self._good)
+                self._size, self.lost = self._good, None
                 try:
-                    f.truncate(self._good)
-                    if f.write(line) < len(line): raise OSError(28, 'No space left on device')
+                    if f.write(line.encode()) < len(line): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     os.fsync(f.fileno())
                 except OSError:
                     f.truncate(self._good) # half a line would be cut by the next run; better now
-                    self._size = self._good
                     raise
         except OSError as e: raise _write_error(self.path, e) from None
-        self._good = self._size = self._good + len(line)
+        self._good = self._size = self._good + len(line) # json.dumps writes ASCII
+        return json.loads(line)
 
     def add(self,
         body:bytes,      # as received
@@ -401,11 +428,10 @@ class Job:
     ) -> dict: # the line
         "Keep a page and then say so in the journal."
         with self._lock:
-            line = dict(url=url, params=params, time=datetime.now(timezone.utc).isoformat(timespec='seconds'), vintage=self.pages.vintage,
-                        sha256=self.pages.put(body), bytes=len(body), n=n, next=next, **extra)
-            self._append(line)
-            self.lines.append(line)
-        return line
+            now = datetime.now(timezone.utc).isoformat(timespec='seconds')
+            self.lines.append(self._append(dict(url=url, params=params, time=now, vintage=self.pages.vintage,
+                                                sha256=self.pages.put(body), bytes=len(body), n=n, next=next, **extra)))
+            return self.lines[-1]
 
     def finish(self, total=None): # total: number of records by the API's own count
         "Say that the job is complete."
@@ -423,8 +449,9 @@ class Job:
         partial=False, # also of a job that is not complete?
     ): # yields (line, body)
         "The pages in order; a job that is not complete is an error, or records would be missed in silence."
-        if self.lost: raise DataError(f'{self.lost} is missing, and {self.source} job {self.name!r} needs it; run the refresh again, which fetches it')
-        if not (self.done or partial): raise DataError(f'{self.source} job {self.name!r} is not complete; run the refresh again, which goes on from there')
+        who = f'{self.source} job {self.name!r}'
+        if self.lost: raise DataError(f'{self.lost} is missing, and {who} needs it; run the refresh again, which fetches it')
+        if not (self.done or partial): raise DataError(f'{who} is not complete; run the refresh again, which goes on from there')
         for line in self.lines: yield line, self.pages.get(line['sha256'])
 
 # %% ../../nbs/sources/00_client.ipynb #c038
@@ -446,6 +473,7 @@ def one_refresh(
             fcntl.flock(f, fcntl.LOCK_EX)
         f.truncate(0)
         print(f'process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}', file=f, flush=True)
+        for half in path.parent.glob('pages/*/.*.tmp'): half.unlink() # of a run that was killed
         try: yield
         finally: f.truncate(0)
 
@@ -457,7 +485,7 @@ class Quarantine:
         vintage:str,  # of the pages
         sources=None, # those parsed now, whose lists start anew; None: all; (): none, to read what is there
     ):
-        self.folder, self.n, self._files = Path(folder)/'quarantine'/vintage, 0, {}
+        self.folder, self.n = Path(folder)/'quarantine'/vintage, 0
         for f in self.folder.glob('*.jsonl'):
             if sources is None or f.stem in sources: f.unlink()
 
@@ -468,18 +496,18 @@ class Quarantine:
         url=None, sha256=None, # of the page
     ):
         "Set a record aside."
-        line = redact(json.dumps(dict(source=source, record=record, reason=reason, url=url, sha256=sha256), ensure_ascii=False, default=str))
+        path = self.folder/f'{source}.jsonl'
+        row = dict(source=source, record=record, reason=reason, url=url, sha256=sha256)
+        line = redact(json.dumps(row, ensure_ascii=False, default=str)).encode(errors='replace') # half a surrogate is no text
         try:
-            if source not in self._files:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._files[source] = open(self.folder/f'{source}.jsonl', 'a', encoding='utf-8', buffering=1)
-            self._files[source].write(line + '\n')
-        except OSError as e: raise _write_error(self.folder/f'{source}.jsonl', e) from None
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(path, 'ab') as f: f.write(line + b'\n')
+        except OSError as e: raise _write_error(path, e) from None
         self.n += 1
 
     def records(self) -> pd.DataFrame: # source, record, reason, url, sha256
         "All that is set aside in this vintage."
-        rows = [json.loads(l) for f in sorted(self.folder.glob('*.jsonl')) for l in f.read_text(encoding='utf-8').splitlines()]
+        rows = [json.loads(l) for f in sorted(self.folder.glob('*.jsonl')) for l in f.read_bytes().splitlines()]
         return pd.DataFrame(rows, columns=['source', 'record', 'reason', 'url', 'sha256'])
 
     def summary(self) -> pd.DataFrame: # source, reason, n
