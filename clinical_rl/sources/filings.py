@@ -104,11 +104,12 @@ CIKS = { # canonical sponsor: filer as the table names it, CIK
     'AstraZeneca': ('AstraZeneca', 901832), 'MedImmune': ('AstraZeneca', 901832), 'Acerta': ('AstraZeneca', 901832),
     'BeiGene': ('BeiGene', 1651308), 'BeOne': ('BeiGene', 1651308), 'BioMarin': ('BioMarin', 1048477),
     'Biogen': ('Biogen', 875045), 'Bristol-Myers Squibb': ('Bristol-Myers Squibb', 14272),
-    'Medarex': ('Bristol-Myers Squibb', 14272), 'Celgene': ('Celgene', 816284), 'Eli Lilly': ('Eli Lilly', 59478), 'ImClone': ('Eli Lilly', 59478),
-    'Exelixis': ('Exelixis', 939767), 'Genmab': ('Genmab', 1434265), 'GlaxoSmithKline': ('GlaxoSmithKline', 1131399),
-    'Gilead Sciences': ('Gilead Sciences', 882095), 'Kite': ('Gilead Sciences', 882095), 'Janssen': ('Johnson & Johnson', 200406),
-    'Merck Sharp & Dohme': ('Merck & Co', 310158), 'Novartis': ('Novartis', 1114448), 'Pfizer': ('Pfizer', 78003),
-    'Medivation': ('Pfizer', 78003), 'Regeneron': ('Regeneron', 872589), 'Sanofi': ('Sanofi', 1121404),
+    'Medarex': ('Bristol-Myers Squibb', 14272), 'Celgene': ('Celgene', 816284), 'Eli Lilly': ('Eli Lilly', 59478),
+    'ImClone': ('Eli Lilly', 59478), 'Exelixis': ('Exelixis', 939767), 'Genmab': ('Genmab', 1434265),
+    'GlaxoSmithKline': ('GlaxoSmithKline', 1131399), 'Gilead Sciences': ('Gilead Sciences', 882095),
+    'Kite': ('Gilead Sciences', 882095), 'Janssen': ('Johnson & Johnson', 200406), 'Merck Sharp & Dohme': ('Merck & Co', 310158),
+    'Novartis': ('Novartis', 1114448), 'Pfizer': ('Pfizer', 78003), 'Medivation': ('Pfizer', 78003),
+    'Regeneron': ('Regeneron', 872589), 'Sanofi': ('Sanofi', 1121404),
     'Seagen': ('Seagen', 1060736), 'Seattle Genetics': ('Seagen', 1060736), 'Takeda': ('Takeda', 1395064),
     'Millennium': ('Takeda', 1395064), 'Zai Lab': ('Zai Lab', 1704292)}
 

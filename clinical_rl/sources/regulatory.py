@@ -205,7 +205,7 @@ PURPLE_BOOK = ('fetch the newest "Purple Book Data Download" (CSV, all products 
 
 # %% ../../nbs/sources/02_regulatory.ipynb #c024
 _KINDS, _STATES = {'ORIG': 'original', 'SUPPL': 'supplement'}, {'AP': True, 'TA': False}
-_CLASSES = re.compile(r'EFFICACY|LABELING|MANUF|REMS|TYPE \d|BIO\w+|MEDICAL GAS|SUPPL|UNKNOWN|N/A|S\b', re.I)
+_CLASSES = re.compile(r'EFFICACY|LABELING|MANUF|REMS|TYPE \d|BIO\w+|MED|SUPPL|UNKNOWN|N/A|S\b', re.I)
 RAW = ['drug', 'event_date', 'event_type', 'application_no', 'agency', 'submission', 'submission_class', 'review_priority',
        'properties', 'cancer', 'biomarkers', 'indication_text', 'reference_product', 'source']
 
