@@ -154,7 +154,7 @@ def render_section(
 PAGES = [
     dict(file='index.html', title='Summary', heading='Foreseeing a drug program’s next trials', stages=[],
          lede='From public records alone: in which indications and phases will a cancer drug’s next new trials be?'),
-    dict(file='data.html', title='Data', stages=['ingest'],
+    dict(file='data.html', title='Data', stages=['ingest', 'refresh'],
          lede='What public records there are, by kind, program and year, what is missing, how well text is coded.'),
     dict(file='episodes.html', title='Episodes', stages=['episodes', 'splits', 'rewards', 'prompts'],
          lede='Decision dates, what was public on them, what was done next, what came of it, and who is held out.'),

@@ -350,11 +350,11 @@ def parse_file(
 @dataclass(frozen=True)
 class Ask:
     "What a refresh of the registry wants; the values come from params."
-    host: str               # base address of the API, up to and with /v2
+    url: str                # base address of the API, up to and with /v2
     query: str = 'programs' # programs, oncology or all
     page_size: int = 1000   # studies a page, at most 1000
     since: object = None    # day; only studies whose newest update was posted then or later
-    history: str = ''       # versions to get of trials that name a program: '' none, first or all
+    history: str = 'none'   # versions to get of trials that name a program: none, first or all
     workers: int = 1        # questions under way at once
 
 ONCOLOGY = ('cancer OR neoplasm OR tumor OR carcinoma OR malignancy OR leukemia OR lymphoma OR myeloma OR melanoma OR sarcoma OR '
@@ -449,7 +449,7 @@ def fetch_history(
     held = {(l['nct'], l['version']) for j in _history(pages) for l in j.lines}
     told = {l['nct'] for l in job.lines if l['version'] is None} # complete
     todo = [nct for nct in trials if nct not in told]
-    get = partial(_missing, client, ask.host.removesuffix('/v2') + '/int/studies', held, ask.history == 'all')
+    get = partial(_missing, client, ask.url.removesuffix('/v2') + '/int/studies', held, ask.history == 'all')
     for parts in progress(client.map(get, todo, ask.workers), 'registry: history', len(todo), 'trial'):
         for body, url, facts in parts: job.add(body, url, dict(history=ask.history), **facts)
     job.finish(len(trials))
@@ -503,7 +503,7 @@ def version(
     client, ask, # `client.Client`, `Ask`
 ) -> tuple: # (answer as received, its dataTimestamp)
     "Of which moment the registry's answers tell."
-    body = client.get(f'{ask.host}/version', check=_api.decode).body
+    body = client.get(f'{ask.url}/version', check=_api.decode).body
     return body, _api.decode(body).dataTimestamp
 
 def fetch(
@@ -518,19 +518,19 @@ def fetch(
         if job.name not in asked: job.restart() # asked no more
     jobs, stamps = [pages.job(SOURCE, name) for name in asked], pages.job(SOURCE, VERSION)
     todo, past = [j for j in jobs if not (j.done and _asks(j, asked[j.name]))], pages.job(SOURCE, HISTORY)
-    if ask.history and (todo and past.done or not _asks(past, dict(history=ask.history))): past.restart()
-    if not todo and stamps.done and (not ask.history or past.done): return
+    if ask.history != 'none' and (todo and past.done or not _asks(past, dict(history=ask.history))): past.restart()
+    if not todo and stamps.done and (ask.history == 'none' or past.done): return
     if stamps.done: stamps.restart()
     def stamp():
         body, at = version(client, ask)
-        stamps.add(body, f'{ask.host}/version', {}, 0, timestamp=at)
+        stamps.add(body, f'{ask.url}/version', {}, 0, timestamp=at)
     stamp()
-    turn = lambda job: turn_pages(client, job, f'{ask.host}/studies', asked[job.name])
+    turn = lambda job: turn_pages(client, job, f'{ask.url}/studies', asked[job.name])
     if len(jobs) == 1: # one long question: its pages are the steps
         for _ in progress(turn(jobs[0]), 'registry', unit='page'): pass
     else:
         for _ in progress(client.map(lambda job: sum(turn(job)), todo, ask.workers), 'registry', len(todo), 'program'): pass
-    if ask.history: fetch_history(client, pages, parse(pages, programs).nct_id, ask)
+    if ask.history != 'none': fetch_history(client, pages, parse(pages, programs).nct_id, ask)
     stamp()
     stamps.finish()
 
