@@ -6,7 +6,7 @@
 __all__ = ['CELL', 'USCS', 'STATES', 'normalize', 'tables', 'fetch', 'parse', 'reconcile', 'carry_over']
 
 # %% ../../nbs/sources/05_epidemiology.ipynb #c002
-import io, re, zipfile
+import io, zipfile
 
 import numpy as np
 import pandas as pd
