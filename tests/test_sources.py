@@ -226,10 +226,27 @@ def test_missing_files(server, tmp_path):
         with pytest.raises(DataError, match='import/here.x is missing') as e: fetch(kind, server, tmp_path, **{key: 'here.x'})
         assert said in str(e.value) and 'params.yaml' in str(e.value) and not server.asked
 
-def test_nothing_found(server, tmp_path):
-    server.tamper['/fda'] = lambda obj, q: obj
-    with client(server) as c, pytest.raises(DataError, match='none of the 1 programs'):
-        regulatory.fetch(c, Pages(tmp_path, 'v'), PROGRAMS.iloc[:1].assign(drug='unknownmab', brand='Nobrand'), params('approvals', server.url, purple_book=None))
+def test_nothing_found(server, calm, tmp_path):
+    "A search without a hit is no error, all searches without one are; and the next run asks again."
+    pages, unknown = Pages(tmp_path, '2026-03-15'), PROGRAMS.iloc[:1].assign(drug='unknownmab', brand='Nobrand')
+    with client(server) as c:
+        alone = params('approvals', server.url, purple_book='')
+        for _ in range(2):
+            with pytest.raises(DataError, match='none of the 1 programs'): regulatory.fetch(c, pages, unknown, alone)
+        assert len(server.asked) == 2
+        regulatory.fetch(c, pages, pd.concat([unknown, PROGRAMS]), params('approvals', server.url))
+    assert parse('approvals', pages)[0].to_csv() == calm['approvals'].csv
+    assert regulatory.reconcile(pages).set_index('job').total['drugsfda unknownmab'] == 0
+
+def test_token_expires(server, calm, tmp_path):
+    "Where the place to go on from is not known any more, the search starts over."
+    stop = iter(range(1)) # the second page ends the run
+    server.tamper['/fda'] = lambda obj, q: obj if next(stop, None) is not None else b'cut'
+    with pytest.raises(HttpError): fetch('approvals', server, tmp_path, workers=1)
+    server.tamper.clear()
+    server.faults.append(('/fda', 400))
+    pages = fetch('approvals', server, tmp_path, workers=1)
+    assert not server.faults and parse('approvals', pages)[0].to_csv() == calm['approvals'].csv
 
 def _contents(folder, pages):
     for f in folder.rglob('*'):

@@ -172,6 +172,10 @@ def _applications(client, job, url, query):
             break
         try: a, (rows, total, updated) = ask(client, url, query | asked, _page)
         except HttpError as e:
+            if e.status == 400 and asked and restarts < 3: # the place to go on from is not known any more
+                restarts += 1
+                job.restart()
+                continue
             if e.status != 404: raise
             job.finish(job.lines[-1]['total'] if job.lines else 0) # nothing found, or nothing more
             break
@@ -197,7 +201,9 @@ def fetch(
         query = dict(search=search(names[drug]), limit=params.limit)
         _applications(client, pages.job('regulatory', f'drugsfda {drug}'), params.url, query)
     for _ in progress(client.map(one, names, params.workers), 'approvals', len(names), 'program'): pass
-    if names and not any(pages.job('regulatory', f'drugsfda {d}').lines for d in names):
+    searches = [pages.job('regulatory', f'drugsfda {d}') for d in names]
+    if searches and not any(j.lines for j in searches):
+        for j in searches: j.restart() # or they would count as done
         raise DataError(f'{params.url} finds none of the {len(names)} programs; check ingest.regulatory.url in params.yaml')
 
 PURPLE_BOOK = ('fetch the newest "Purple Book Data Download" (CSV, all products of a month) from '
