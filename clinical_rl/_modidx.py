@@ -681,6 +681,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': 'local', 'g
                                              'clinical_rl.sources.filings.reconcile': ( 'sources/filings.html#reconcile',
                                                                                         'clinical_rl/sources/filings.py')},
             'clinical_rl.sources.live': { 'clinical_rl.sources.live._kind': ('sources/live.html#_kind', 'clinical_rl/sources/live.py'),
+                                          'clinical_rl.sources.live._late': ('sources/live.html#_late', 'clinical_rl/sources/live.py'),
                                           'clinical_rl.sources.live.asked_programs': ( 'sources/live.html#asked_programs',
                                                                                        'clinical_rl/sources/live.py'),
                                           'clinical_rl.sources.live.begin': ('sources/live.html#begin', 'clinical_rl/sources/live.py'),

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pandas as pd
-import pyarrow as pa
+import pyarrow as pa, pyarrow.compute as pc
 
 from .. import core
 from ..core import DataError, ParamError
@@ -105,19 +105,27 @@ def _kind(kind, net, pages, programs, params, kept, old, like, reparse): # one k
     told = SimpleNamespace(**dict(getattr(params.ingest, name)), contact=params.ingest.contact,
                            since=registry_v2.data_day(old) if old and kind == 'registry' else None)
     if not reparse: it.fetch(net, pages, programs, told)
-    bad = client.Quarantine(pages.folder, pages.vintage, (name,))
+    bad, day = client.Quarantine(pages.folder, pages.vintage, (name,)), pd.Timestamp(pages.vintage[:10])
     if kind == 'registry':
         def batches(): # all trials, and what those of the programs said earlier
-            yield from it.stream(pages, programs, bad, workers=core.workers(params.threads))
+            for b in it.stream(pages, programs, bad, workers=core.workers(params.threads)):
+                late = pc.greater(b['event_date'], pa.scalar(day, b['event_date'].type))
+                for r in b.filter(late).to_pylist() if pc.any(late).as_py() else (): bad.add(name, r['nct_id'], _late(r['event_date']))
+                yield b.filter(pc.invert(late))
             if told.history != 'none':
                 yield pa.Table.from_pandas(it.versions(pages, it.parse(pages, programs), programs, bad), preserve_index=False)
         n = kept.add_stream(kind, pages.vintage, batches(), complete=like and told.since is None)
     else:
         df = it.parse(pages, programs, bad) # a record in quarantine is not gone
+        late = df.event_date > day
+        for r in df[late].itertuples(): bad.add(name, r.record_id, _late(r.event_date))
+        df = df[~late]
         n = kept.add(kind, pages.vintage, df, complete=kind in COMPLETE and like and not bad.n)
     met = it.reconcile(pages)
     return dict(fetched=n['new'] + n['changed'] + n['same'], total=int(met.total.sum()), quarantined=bad.n,
                 notes=[f'{r.job}: {r.note}' for r in met.itertuples() if r.note], **n)
+
+def _late(day): return f'dated {day:%Y-%m-%d}, after the refresh'
 
 def hosts(cfg): # host -> its limits; the hosts of EDGAR share one
     "Limits by host."

@@ -1,0 +1,183 @@
+"A whole refresh over local servers that speak the five APIs: from an empty folder to the tables that the pipeline reads."
+import multiprocessing, os, random, shutil, signal, subprocess, sys, time
+
+import pandas as pd
+import pytest
+import yaml
+from conftest import ROOT, copy_project, run
+from server_kinds import serving
+from server_registry import serve, study
+
+from clinical_rl import core, gate, records
+from clinical_rl.core import DataError
+from clinical_rl.sources import live, store
+from clinical_rl.sources.client import Quarantine, one_refresh
+
+KEY = 'invented-key-1234'
+DRUGS = ['imatinib', 'ipilimumab', 'nivolumab']
+
+@pytest.fixture(scope='module')
+def hosts():
+    with serving() as kinds, serve(map(study, range(25))) as registry: yield kinds, registry
+
+@pytest.fixture
+def servers(hosts):
+    kinds, registry = hosts
+    kinds.asked.clear(); kinds.faults.clear(); kinds.tamper.clear()
+    return hosts
+
+def ingest(kinds, registry, **more): # params.ingest for the local servers
+    s = yaml.safe_load((ROOT/'params.yaml').read_text())['ingest'] | dict(source='live', contact='ada@lab.org', programs=DRUGS)
+    fast = dict(per_second=1e4, workers=2)
+    s['registry'] |= fast | dict(url=registry.host, page_size=10)
+    s['regulatory'] |= fast | dict(url=f'{kinds.url}/fda'.replace('127.0.0.1', 'localhost'), # a host of its own
+                               limit=2, purple_book=f'{kinds.url}/book.csv')
+    s['filings'] |= fast | dict(url=f'{kinds.url}/sec', archives=f'{kinds.url}/sec/Archives')
+    s['utilization'] |= fast | dict(url=f'{kinds.url}/cms', size=3, datasets=dict(B='uuid-b', D='uuid-d', Medicaid='uuid-m'))
+    s['epidemiology'] |= dict(file=f'{kinds.url}/uscs.zip')
+    return s | more
+
+def project(folder, servers, **more):
+    "A folder that is a project for a refresh, with the real programs."
+    (folder/'data').mkdir(parents=True, exist_ok=True)
+    for f in (ROOT/'data').iterdir():
+        if not (folder/'data'/f.name).exists(): shutil.copy(f, folder/'data')
+    shutil.copy(ROOT/'settings.ini', folder)
+    raw = yaml.safe_load((ROOT/'params.yaml').read_text()) | dict(ingest=ingest(*servers, **more))
+    (folder/'params.yaml').write_text(yaml.safe_dump(raw))
+    return folder
+
+def contents(folder): # all tables of the store as text, for comparison
+    s = store.Store(folder/'live'/'store')
+    return {k: s.latest(k).to_csv(index=False) for k in records.KINDS}
+
+def cli(root, *args, **env):
+    return run(root, sys.executable, '-m', 'clinical_rl.sources.live', *args, PYTHONPATH=str(ROOT), **env)
+
+@pytest.fixture(scope='module')
+def calm(hosts, tmp_path_factory):
+    "Project after one undisturbed refresh, and what it says."
+    root = project(tmp_path_factory.mktemp('calm'), hosts)
+    return root, live.refresh(root)
+
+def test_whole(calm):
+    root, out = calm
+    assert out['done'] and live.exit_code(out) == 3 and all(k['new'] == k['fetched'] > 0 for k in out['kinds'].values())
+    q = Quarantine(root/'live', out['vintage'], ()).records() # three of the invented records are dated in the far future
+    assert len(q) == 3 and q.values[0].tolist() == ['regulatory', 'app:nivolumab:FDA:2029-01-01:761901', 'dated 2029-01-01, after the refresh', None, None]
+    r, newest = live.tables(root, core.load_params(root/'params.yaml'))
+    assert newest['vintage'] == out['vintage'] and live.CONNECTORS.keys() == set(records.KINDS)
+    r.save(root/'facts'); r = gate.prepare(records.Records.load(root/'facts', out['vintage'][:10]))
+    assert set(r.registry.drugs.str.split('|').explode()) <= set(DRUGS) and r.registry.source.str.startswith('ctgov_v2@').all()
+    assert {'EMA', 'FDA'} == set(r.approvals.agency) and {'England', 'United States'} == set(r.epidemiology.country) # carried over
+
+def test_again_and_changed(servers, calm, tmp_path):
+    "A second refresh asks the registry for changes only, keeps both versions, and the gate answers with those of the day."
+    kinds, registry = servers
+    root = project(tmp_path, servers); shutil.copytree(calm[0]/'live', root/'live')
+    old, day = registry.studies[0], pd.Timestamp(calm[1]['vintage'][:10])
+    registry.studies[0] = study(0, f'{day:%F}', sponsorCollaboratorsModule=dict(leadSponsor=dict(name='Canary Trials', **{'class': 'OTHER'})))
+    registry.asked.clear()
+    try: out = live.refresh(root, today=(day + pd.Timedelta(days=5)).date())
+    finally: registry.studies[0] = old
+    assert all('LastUpdatePostDate' in x for x in registry.asked if '/studies?' in x)
+    assert {k: (v['new'], v['changed'], v['gone']) for k, v in out['kinds'].items() if k != 'registry'} == dict.fromkeys(list(out['kinds'])[1:], (0, 0, 0))
+    assert (out['kinds']['registry']['new'], out['kinds']['registry']['changed']) == (0, 1)
+    programs = records.load_programs(root/'data'/'programs.csv')
+    both = store.History(store.Store(root/'live'/'store'), programs)
+    for later, shown in ((0, False), (4, False), (5, True)):
+        seen = gate.as_of(both, day + pd.Timedelta(days=later))
+        assert any('Canary' in df.to_csv() for _, df in seen.items()) == shown
+    params = core.load_params(root/'params.yaml')
+    facts = live.tables(root, params)[0].registry.set_index('nct_id')
+    assert 'Canary Trials' not in set(facts.lead_sponsor) # what was known first is what a state may show
+
+def test_other_question_buries_nothing(servers, calm, tmp_path):
+    root = project(tmp_path, servers, programs=['imatinib']); shutil.copytree(calm[0]/'live', root/'live')
+    out = live.refresh(root)
+    assert out['vintage'].endswith('.02') and all(v['gone'] == 0 for v in out['kinds'].values())
+    assert contents(root)['registry'].count('NCT') >= contents(calm[0])['registry'].count('NCT')
+
+def test_a_kind_that_fails(servers, tmp_path, capsys):
+    "The others are kept; the next run asks only for what is missing, in the same vintage."
+    kinds, registry = servers
+    s = ingest(*servers)['epidemiology'] | dict(file='USCS.zip')
+    root = project(tmp_path, servers, epidemiology=s)
+    assert live.main(['--root', str(root)]) == 1
+    said = capsys.readouterr().err
+    assert 'live/import/USCS.zip is missing' in said and 'ingest.epidemiology.file' in said
+    with pytest.raises(DataError, match='not complete.*USCS.zip'): live.tables(root, core.load_params(root/'params.yaml'))
+    from server_kinds import archive
+    (root/'live'/'import').mkdir(); (root/'live'/'import'/'USCS.zip').write_bytes(archive())
+    kinds.asked.clear(); registry.asked.clear()
+    out = live.refresh(root)
+    assert out['done'] and not kinds.asked and not registry.asked and len(live.vintages(root/'live')) == 1
+
+def _die(root, at): # in a child
+    def kill(*_): os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGALRM, kill); signal.setitimer(signal.ITIMER_REAL, at)
+    live.refresh(root)
+
+def test_killed_and_gone_on_with(servers, calm, tmp_path):
+    root, rng, start = project(tmp_path, servers), random.Random(1), time.time()
+    live.refresh(project(tmp_path/'time', servers)); took = time.time() - start
+    for i in range(8):
+        p = multiprocessing.get_context('fork').Process(target=_die, args=(root, took*rng.uniform(.02, .5)))
+        p.start(); p.join()
+        if p.exitcode == 0: break
+        assert p.exitcode == -signal.SIGKILL
+    assert live.refresh(root)['done'] and len(live.vintages(root/'live')) <= 2
+    assert contents(root) == contents(calm[0])
+
+def test_two_at_once(servers, calm, tmp_path):
+    root = project(tmp_path, servers); shutil.copytree(calm[0]/'live', root/'live')
+    with one_refresh(root/'live'):
+        r = cli(root)
+        assert r.returncode == 1 and str(os.getpid()) in r.stderr and len(r.stderr.splitlines()) == 1
+        p = subprocess.Popen([sys.executable, '-m', 'clinical_rl.sources.live', '--wait'], cwd=root, text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, env=os.environ | dict(PYTHONPATH=str(ROOT)))
+        time.sleep(3)
+        assert p.poll() is None
+    said, _ = p.communicate(timeout=120)
+    assert p.returncode == 3 and 'Vintage' in said
+
+def test_no_contact_no_request(servers, tmp_path):
+    kinds, registry = servers; registry.asked.clear()
+    r = cli(project(tmp_path, servers, contact=' '))
+    assert r.returncode == 1 and 'ingest.contact' in r.stderr and len(r.stderr.splitlines()) == 1
+    assert not kinds.asked and not registry.asked and not (tmp_path/'live'/'vintages').exists()
+
+def test_key_is_nowhere(servers, tmp_path):
+    kinds, _ = servers
+    root = project(tmp_path, servers)
+    kinds.faults.append(('/fda', 500))
+    r = cli(root, OPENFDA_API_KEY=KEY)
+    assert r.returncode == 3 and any('Authorization' in h for p, _, h in kinds.asked if p == '/fda')
+    assert not any('Authorization' in h for p, _, h in kinds.asked if p != '/fda')
+    found = [p for p in root.rglob('*') if p.is_file() and 'data' not in p.parts and KEY.encode() in p.read_bytes()]
+    pages = [live.client.Pages(root/'live', v) for v in live.vintages(root/'live').vintage]
+    bodies = [b for p in pages for s in ('regulatory', 'registry') for j in p.jobs(s) for _, b in p.job(s, j).bodies(partial=True)]
+    assert bodies and not found and KEY not in r.stdout + r.stderr and not any(KEY.encode() in b for b in bodies)
+
+def test_command_line(servers, calm, tmp_path):
+    root = project(tmp_path, servers); shutil.copytree(calm[0]/'live', root/'live')
+    servers[0].asked.clear()
+    r = cli(root, '--reparse', calm[1]['vintage'])
+    assert r.returncode == 3 and not servers[0].asked and '3 records could not be parsed (approvals 3)' in r.stderr
+    assert calm[1]['vintage'] in cli(root, '--list').stdout
+    r = cli(root, '--reparse', '2001-01-01')
+    assert r.returncode == 1 and 'no vintage 2001-01-01' in r.stderr
+
+def test_pipeline_reads_it(servers, tmp_path):
+    "ingest.source: live and `dvc repro`: the store is filled, the next stages read it, and a second repro does nothing."
+    root = copy_project(tmp_path/'p')
+    raw = yaml.safe_load((root/'params.yaml').read_text()) | dict(ingest=ingest(*servers, programs='all'))
+    (root/'params.yaml').write_text(yaml.safe_dump(raw))
+    r = run(root, 'dvc', 'repro', 'ingest')
+    assert r.returncode == 0, r.stdout[-2000:] + r.stderr[-2000:]
+    df = core.read_parquet(root/'out/records/registry.parquet')
+    assert df.source.str.startswith('ctgov_v2@').all() and df.usable.any()
+    assert (root/'live'/'store').exists() and run(root, 'git', 'status', '--porcelain', 'live').stdout == ''
+    servers[0].asked.clear()
+    again = run(root, 'dvc', 'repro', 'ingest')
+    assert 'Running stage' not in again.stdout and not servers[0].asked
