@@ -90,7 +90,7 @@ class FilingsSource(SourceParams):
     text_from: date
 
 class UtilizationSource(SourceParams):
-    datasets: dict[Literal['B', 'D', 'Medicaid'], str]
+    datasets: Annotated[dict[Literal['B', 'D', 'Medicaid'], str], Field(min_length=1)]
     size: _Count
 
 class EpidemiologySource(_P):
@@ -101,7 +101,7 @@ class IngestParams(_P):
     kinds: list[Literal['registry', 'approvals', 'filings', 'utilization', 'epidemiology']]
     programs: Literal['all']|list[str]
     contact: str
-    folder: str
+    folder: Annotated[str, Field(pattern=r'^(live[\w.-]*|/.+)$')] # what git and DVC ignore, or elsewhere
     registry: RegistrySource
     regulatory: RegulatorySource
     filings: FilingsSource
