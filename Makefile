@@ -36,8 +36,7 @@ repro: data ## run the whole pipeline on the embedded data; reports land in repo
 	@dvc repro && echo "Done: open reports/index.html"
 
 refresh: data ## ask the five public sources anew and keep what they say in live/ (ARGS=--help); needs a network and ingest.contact in params.yaml
-	@python -m clinical_rl.sources.live $(ARGS); code=$$?; \
-	if [ $$code -ne 1 ] && grep -qE '^  source: live' params.yaml; then dvc repro --quiet --force --single-item refresh || exit 1; fi; exit $$code
+	@python -m clinical_rl.sources.live $(ARGS)
 
 full: data ## both scopes and forms, five seeds: many hours, HOURS=3 stops it after three, a later call goes on; reports/full/
 	@python -m clinical_rl.full $(if $(HOURS),--hours $(HOURS))

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 import yaml
 from conftest import ROOT, copy_project, run
-from server_kinds import serving
+from server_kinds import archive, serving
 from server_registry import serve, study
 
 from clinical_rl import core, gate, records
@@ -37,15 +37,15 @@ def ingest(kinds, registry, **more): # params.ingest for the local servers
     s['epidemiology'] |= dict(file=f'{kinds.url}/uscs.zip')
     return s | more
 
-def project(folder, servers, **more):
+def project(where, servers, **more):
     "A folder that is a project for a refresh, with the real programs."
-    (folder/'data').mkdir(parents=True, exist_ok=True)
+    (where/'data').mkdir(parents=True, exist_ok=True)
     for f in (ROOT/'data').iterdir():
-        if not (folder/'data'/f.name).exists(): shutil.copy(f, folder/'data')
-    shutil.copy(ROOT/'settings.ini', folder)
+        if not (where/'data'/f.name).exists(): shutil.copy(f, where/'data')
+    shutil.copy(ROOT/'settings.ini', where)
     raw = yaml.safe_load((ROOT/'params.yaml').read_text()) | dict(ingest=ingest(*servers, **more))
-    (folder/'params.yaml').write_text(yaml.safe_dump(raw))
-    return folder
+    (where/'params.yaml').write_text(yaml.safe_dump(raw))
+    return where
 
 def contents(folder): # all tables of the store as text, for comparison
     s = store.Store(folder/'live'/'store')
@@ -98,6 +98,84 @@ def test_other_question_buries_nothing(servers, calm, tmp_path):
     assert out['vintage'].endswith('.02') and all(v['gone'] == 0 for v in out['kinds'].values())
     assert contents(root)['registry'].count('NCT') >= contents(calm[0])['registry'].count('NCT')
 
+def test_narrower_questions_bury_nothing(servers, calm, tmp_path):
+    "However often, and though the wide one was never finished: what was not asked for is not gone."
+    day = pd.Timestamp('2031-03-01') # after all invented dates
+    later = lambda n: (day + pd.Timedelta(days=n)).date()
+    s = ingest(*servers)['epidemiology'] | dict(file='USCS.zip')
+    root = project(tmp_path, servers, epidemiology=s)
+    assert not live.refresh(root, today=later(0))['done']
+    for n in (1, 2, 3):
+        out = live.refresh(project(tmp_path, servers, programs=['imatinib']), today=later(n))
+        assert out['done'] and all(v['gone'] == 0 for v in out['kinds'].values()), n
+    assert set(store.Store(root/'live'/'store').latest('approvals').drug) == set(DRUGS) - {'ipilimumab'} # which has none
+    with pytest.raises(DataError, match='asked for with other'): live.refresh(project(tmp_path, servers), reparse=out['vintage'])
+    (root/'live'/'import').mkdir(); (root/'live'/'import'/'USCS.zip').write_bytes(archive())
+    out = live.refresh(project(tmp_path, servers, epidemiology=s), today=later(9)) # the wide one is gone on with, dated anew
+    assert out['done'] and out['vintage'] == str(later(9)) and str(later(0)) not in set(live.vintages(root/'live').vintage)
+
+def test_resumed_on_a_later_day(servers, tmp_path):
+    "What came after the interruption was not public before it."
+    kinds, registry = servers
+    day = pd.Timestamp('2031-03-01'); root = project(tmp_path, servers)
+    kinds.faults += [('/fda', 404)]*60
+    assert not live.refresh(root, today=day.date())['done']
+    kinds.faults.clear()
+    old, registry.studies[2] = registry.studies[2], study(2, '2031-03-20', sponsorCollaboratorsModule=dict(leadSponsor=dict(name='Canary Trials')))
+    shutil.rmtree(root/'live'/'jobs'/f'{day:%F}'/'registry')
+    try: out = live.refresh(root, today=(day + pd.Timedelta(days=30)).date())
+    finally: registry.studies[2] = old
+    assert out['done'] and out['kinds']['registry']['changed'] == 1
+    both = store.History(store.Store(root/'live'/'store'), records.load_programs(root/'data'/'programs.csv'))
+    for later, shown in ((0, False), (29, False), (30, True)):
+        assert any('Canary' in df.to_csv() for _, df in gate.as_of(both, day + pd.Timedelta(days=later)).items()) == shown, later
+    n = len(kinds.asked)
+    with pytest.raises(DataError, match='correct the clock'): live.refresh(root, today=day.date())
+    assert len(kinds.asked) == n
+
+def test_pipeline_reads_a_finished_vintage_only(servers, tmp_path):
+    kinds, registry = servers
+    day = pd.Timestamp('2031-03-01'); root = project(tmp_path, servers)
+    first = live.refresh(root, today=day.date())
+    kinds.faults += [('/sec', 404)]*60
+    registry.studies.append(study(700, '2031-03-08', statusModule=dict(overallStatus='RECRUITING', startDateStruct=dict(date='2031-03'),
+        studyFirstPostDateStruct=dict(date='2031-03-08'), lastUpdatePostDateStruct=dict(date='2031-03-08'))))
+    try: assert not live.refresh(root, today=(day + pd.Timedelta(days=9)).date())['done']
+    finally: registry.studies.pop(); kinds.faults.clear()
+    r, out = live.tables(root, core.load_params(root/'params.yaml'))
+    assert first['done'] and out['vintage'] == first['vintage'] and r.registry.event_date.max() <= day
+
+def test_filed_in_the_future(servers, tmp_path):
+    kinds, _ = servers
+    def later(obj, q):
+        recent = obj['filings']['recent'] if 'filings' in obj else obj
+        recent['filingDate'][0] = '2099-05-20'
+        return obj
+    kinds.tamper['/submissions/CIK0000014272.json'] = later
+    root = project(tmp_path, servers)
+    out = live.refresh(root, today=pd.Timestamp('2031-03-01').date())
+    q = Quarantine(root/'live', out['vintage'], ()).records()
+    assert q.source.tolist() == ['filings'] and q.reason[0] == 'dated 2099-05-20, after the refresh'
+
+def test_a_bug_in_one_connector(servers, tmp_path, monkeypatch):
+    "The other kinds go on, the run says where it broke."
+    monkeypatch.setattr(live.regulatory, 'parse', lambda *a: {}['nothing'])
+    out = live.refresh(project(tmp_path, servers))
+    assert 'KeyError' in out['kinds']['approvals']['error'] and live.exit_code(out) == 1
+    assert all('error' not in v for k, v in out['kinds'].items() if k != 'approvals')
+
+@pytest.mark.parametrize('text', ['', '{', 'null', '[]', '{}', '{"vintage": 5}', '{"vintage": "x", "asked": "a", "done": true, "kinds": {}}'])
+def test_damaged_vintage(text, servers, tmp_path):
+    root = project(tmp_path, servers)
+    (root/'live'/'vintages').mkdir(parents=True); (root/'live'/'vintages'/'2026-01-01.json').write_text(text)
+    with pytest.raises(DataError, match=r'2026-01-01\.json is .*delete it'): live.refresh(root)
+
+def test_folder_that_cannot_be(servers, tmp_path):
+    r = cli(project(tmp_path, servers, folder=str(tmp_path/'params.yaml')))
+    assert r.returncode == 1 and len(r.stderr.splitlines()) == 1 and 'ingest.folder' in r.stderr
+    for folder in ('', 'data', 'out/facts', '../live'):
+        with pytest.raises(core.ParamError, match='ingest.folder'): core.load_params(project(tmp_path, servers, folder=folder)/'params.yaml')
+
 def test_a_kind_that_fails(servers, tmp_path, capsys):
     "The others are kept; the next run asks only for what is missing, in the same vintage."
     kinds, registry = servers
@@ -107,7 +185,6 @@ def test_a_kind_that_fails(servers, tmp_path, capsys):
     said = capsys.readouterr().err
     assert 'live/import/USCS.zip is missing' in said and 'ingest.epidemiology.file' in said
     with pytest.raises(DataError, match='not complete.*USCS.zip'): live.tables(root, core.load_params(root/'params.yaml'))
-    from server_kinds import archive
     (root/'live'/'import').mkdir(); (root/'live'/'import'/'USCS.zip').write_bytes(archive())
     kinds.asked.clear(); registry.asked.clear()
     out = live.refresh(root)

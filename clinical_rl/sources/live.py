@@ -7,7 +7,7 @@ __all__ = ['CONNECTORS', 'COMPLETE', 'question', 'vintages', 'begin', 'asked_pro
            'words', 'finished', 'tables', 'main']
 
 # %% ../../nbs/sources/07_live.ipynb #c002
-import argparse, hashlib, json, sys
+import argparse, hashlib, json, subprocess, sys, traceback
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,9 @@ def question(
     programs, # table of the programs that are asked for
 ) -> str: # 12 hex digits
     "What a refresh asks for: which kinds, which programs, by which settings."
-    asked = cfg.model_dump(mode='json', exclude={'source', 'contact', 'hosts'})
+    pace = {'per_second', 'workers', 'key_env'} # how it is asked does not matter
+    parts = dict.fromkeys(('registry', 'regulatory', 'filings', 'utilization'), pace)
+    asked = cfg.model_dump(mode='json', exclude=dict.fromkeys(('source', 'contact', 'folder'), True) | parts)
     text = json.dumps([asked, programs.drop(columns='parent', errors='ignore').astype(str).to_dict('list')], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -40,8 +42,9 @@ def vintages(
     "All vintages that were begun."
     rows = []
     for p in sorted((Path(folder)/'vintages').glob('*.json'), key=lambda p: p.stem):
-        try: rows.append(json.loads(p.read_text()))
-        except ValueError: raise DataError(f'{p} is damaged; delete it and run `make refresh`') from None
+        try: rows.append({k: json.loads(p.read_bytes())[k] for k in ('vintage', 'asked', 'done', 'kinds')})
+        except (ValueError, KeyError, TypeError): raise DataError(f'{p} is damaged; delete it and run `make refresh`') from None
+        if rows[-1]['vintage'] != p.stem: raise DataError(f'{p} is of another vintage; delete it and run `make refresh`')
     return pd.DataFrame(rows, columns=['vintage', 'asked', 'done', 'kinds'])
 
 def begin(
@@ -49,12 +52,20 @@ def begin(
     asked, # of `question`
     today, # date
 ) -> str: # name of the vintage to work on
-    "The unfinished vintage of the same question, or a new one."
-    old = vintages(folder)
-    if len(open_ := old[(old.asked == asked) & ~old.done.astype(bool)]): return open_.vintage.iloc[-1]
-    n = old.vintage.str.startswith(str(today)).sum()
+    "The unfinished vintage of the same question, dated anew, or a new one."
+    folder, old = Path(folder), vintages(folder)
+    there = {p.name.removeprefix('refresh=') for d in ('jobs', 'store/*') for p in folder.glob(f'{d}/*') if p.is_dir()} | set(old.vintage)
+    if there and (newest := max(there)[:10]) > str(today):
+        raise DataError(f'today is {today} by the clock, and {folder} holds vintage {max(there)}; correct the clock')
+    open_ = old[(old.asked == asked) & ~old.done.astype(bool)].vintage
+    if len(open_) and open_.iloc[-1] == max(there) and open_.iloc[-1].startswith(str(today)): return open_.iloc[-1]
+    n = max((int(v[11:] or 1) for v in there if v.startswith(str(today))), default=0)
     name = f'{today}.{n + 1:02}' if n else str(today) # names sort by age
-    core.write_json(dict(vintage=name, asked=asked, done=False, kinds={}), Path(folder)/'vintages'/f'{name}.json')
+    state = lambda v: folder/'vintages'/f'{v}.json'
+    core.write_json(dict(vintage=name, asked=asked, done=False, kinds={}), state(name))
+    if len(open_): # what came on an earlier day counts as seen today, for more comes today
+        if (jobs := folder/'jobs'/open_.iloc[-1]).exists(): jobs.rename(folder/'jobs'/name)
+        state(open_.iloc[-1]).unlink()
     return name
 
 # %% ../../nbs/sources/07_live.ipynb #c010
@@ -81,20 +92,27 @@ def refresh(
     "Ask all sources, or go on with what was interrupted; what came is in the store."
     root = Path(root); params = params or core.load_params(root/'params.yaml'); cfg = params.ingest
     folder, programs = root/cfg.folder, asked_programs(load_programs(root/'data'/'programs.csv'), cfg.programs)
-    agent = client.agent(cfg.contact, need_contact='filings' in cfg.kinds) # refused before the first request
+    agent = client.agent(cfg.contact, need_contact=True) # refused before the first request
     with client.one_refresh(folder, wait):
         asked = question(cfg, programs)
         vintage = reparse or begin(folder, asked, today or date.today())
-        before = vintages(folder).query('done and vintage < @vintage').tail(1)
-        if not (state := folder/'vintages'/f'{vintage}.json').exists():
-            raise DataError(f'{folder} holds no vintage {vintage}; there are: {", ".join(vintages(folder).vintage) or "none"}')
-        out, kept = json.loads(state.read_text()), store.Store(folder/'store')
-        like = not len(before) or before.asked.iloc[0] == asked # or what is missing may just not have been asked for
-        old = client.Pages(folder, before.vintage.iloc[0]) if like and len(before) else None
+        known = vintages(folder).set_index('vintage')
+        if vintage not in known.index: raise DataError(f'{folder} holds no vintage {vintage}; there are: {", ".join(known.index) or "none"}')
+        if known.asked[vintage] != asked:
+            raise DataError(f'vintage {vintage} was asked for with other programs or settings; set ingest in params.yaml as it was, or refresh')
+        state, out = folder/'vintages'/f'{vintage}.json', dict(vintage=vintage) | known.loc[vintage].to_dict()
+        before = known[known.done.astype(bool) & (known.index < vintage)].tail(1)
+        old = client.Pages(folder, before.index[0]) if (before.asked == asked).any() else None # what changed since then is enough
+        like = known.asked.eq(asked).all() # or what is missing may just not have been asked for
+        kept = store.Store(folder/'store')
         with client.Client(agent, hosts(cfg)) as net:
             for kind in cfg.kinds:
-                try: out['kinds'][kind] = _kind(kind, net, client.Pages(folder, vintage), programs, params, kept, old, like, reparse)
-                except DataError as e: out['kinds'][kind] = dict(error=str(e))
+                try: said = _kind(kind, net, client.Pages(folder, vintage), programs, params, kept, old, like, reparse)
+                except DataError as e: said = dict(error=str(e))
+                except Exception as e: # the other kinds go on
+                    traceback.print_exc()
+                    said = dict(error=f'{type(e).__name__}: {" ".join(str(e).split())} (traceback above; a bug: please report it)')
+                out['kinds'][kind] = said
                 core.write_json(out, state)
         out['done'] = not any('error' in out['kinds'][k] for k in cfg.kinds)
         core.write_json(out, state)
@@ -113,13 +131,14 @@ def _kind(kind, net, pages, programs, params, kept, old, like, reparse): # one k
                 for r in b.filter(late).to_pylist() if pc.any(late).as_py() else (): bad.add(name, r['nct_id'], _late(r['event_date']))
                 yield b.filter(pc.invert(late))
             if told.history != 'none':
-                yield pa.Table.from_pandas(it.versions(pages, it.parse(pages, programs), programs, bad), preserve_index=False)
+                df = it.versions(pages, it.parse(pages, programs), programs, bad)
+                yield pa.Table.from_pandas(df[df.event_date <= day], preserve_index=False)
         n = kept.add_stream(kind, pages.vintage, batches(), complete=like and told.since is None)
     else:
         df = it.parse(pages, programs, bad) # a record in quarantine is not gone
-        late = df.event_date > day
-        for r in df[late].itertuples(): bad.add(name, r.record_id, _late(r.event_date))
-        df = df[~late]
+        last = df[[c for c in ('event_date', 'filed_date') if c in df]].max(axis=1)
+        for r, d in zip(df.record_id[last > day], last[last > day]): bad.add(name, r, _late(d))
+        df = df[~(last > day)]
         n = kept.add(kind, pages.vintage, df, complete=kind in COMPLETE and like and not bad.n)
     met = it.reconcile(pages)
     return dict(fetched=n['new'] + n['changed'] + n['same'], total=int(met.total.sum()), quarantined=bad.n,
@@ -179,7 +198,8 @@ def tables(
         if not out['done']:
             raise DataError(f'the refresh is not complete: {"; ".join(words(out))}; run it again, it goes on where it was')
     embedded = Records.load(root/'data', params.data.snapshot)
-    new = dict(store.Store(root/cfg.folder/'store').export(asked_programs(embedded.programs, cfg.programs)).items())
+    kept = store.Store(root/cfg.folder/'store')
+    new = dict(kept.export(asked_programs(embedded.programs, cfg.programs), out['vintage']).items())
     for kind in cfg.kinds:
         if carry := getattr(CONNECTORS[kind], 'carry_over', None): new[kind] = carry(new[kind], getattr(embedded, kind))
     return embedded.replace(**{k: new[k] for k in cfg.kinds}), out
@@ -202,13 +222,16 @@ def main(
         if a.list: print(vintages(root/params.ingest.folder).drop(columns='kinds').to_string(index=False)); return 0
         out = refresh(root, params, a.wait, a.reparse)
     except (DataError, ParamError) as e: print(f'error: {e}', file=sys.stderr); return 1
+    except OSError as e: print(f'error: {e}; check ingest.folder in params.yaml and its permissions', file=sys.stderr); return 1
     except KeyboardInterrupt: print('\nStopped; the next refresh goes on from here.', file=sys.stderr); return 130
     print(f'Vintage {out["vintage"]}\n{table(out).to_string(index=False)}')
     for line in words(out): print(line, file=sys.stderr)
     code = exit_code(out)
-    if code != 1:
-        print('The pipeline reads it by `make repro`.' if params.ingest.source == 'live' else
-              'The pipeline still reads the embedded tables: set ingest.source to live in params.yaml, then `make repro`.')
+    if code == 1: return code
+    if params.ingest.source == 'live' and (root/'dvc.yaml').exists(): # its inputs have not changed as far as DVC can see
+        subprocess.run([Path(sys.executable).with_name('dvc'), 'repro', '--quiet', '--force', '--single-item', 'refresh'], cwd=root, check=True)
+    print('The pipeline reads it by `make repro`.' if params.ingest.source == 'live' else
+          'The pipeline still reads the embedded tables: set ingest.source to live in params.yaml, then `make repro`.')
     return code
 
 # %% ../../nbs/sources/07_live.ipynb #c021

@@ -52,8 +52,10 @@ def day(
     s = text.strip().split('T')[0]
     for spelling, iso in _SPELLINGS:
         if len(s) != _LENGTHS.get(spelling, len(s)): continue
-        try: return datetime.strptime(s, spelling).strftime(iso)
-        except ValueError: pass
+        try: d = datetime.strptime(s, spelling)
+        except ValueError: continue
+        if spelling.endswith('%y') and d.year > 2050: d = d.replace(year=d.year - 100) # Python takes 68 for 2068
+        if d.year >= 1900: return d.strftime(iso)
     raise Unparsable(f'{text[:40]!r} is not a date')
 
 # %% ../../nbs/sources/00b_pull.ipynb #c011

@@ -232,7 +232,8 @@ def events(
     "What happened to an application."
     no = re.fullmatch(r'(NDA|BLA|ANDA)(\d+)', field(app, 'application_number'))
     if not no: raise Unparsable(f'unknown application number {app["application_number"]!r}')
-    named = dict.fromkeys(field(app, 'openfda', dict, need=False) and app['openfda'].get('generic_name') or [])
+    names = field(field(app, 'openfda', dict, need=False) or {}, 'generic_name', list, need=False) or []
+    named = {field(dict(generic_name=n), 'generic_name'): 1 for n in names}
     for p in field(app, 'products', list, need=False) or []:
         named |= {field(p, 'brand_name', need=False): 1}
         named |= {field(i, 'name'): 1 for i in field(p, 'active_ingredients', list, need=False) or []}

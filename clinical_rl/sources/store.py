@@ -112,10 +112,11 @@ class Store:
     def _manifests(self, kind): # vintage -> manifest, oldest first; each part as long as it was written
         out = {}
         for p in sorted((self.folder/kind).glob('refresh=*/_manifest.json')):
-            try: out[p.parent.name.removeprefix('refresh=')] = m = json.loads(p.read_text())
-            except ValueError: self._damaged(p)
+            try:
+                out[p.parent.name.removeprefix('refresh=')] = m = json.loads(p.read_text())
+                for f in m['parts']: f['path'] = p.parent/f['name']
+            except (ValueError, TypeError, KeyError): self._damaged(p)
             for f in m['parts']:
-                f['path'] = p.parent/f['name']
                 if not f['path'].exists() or f['path'].stat().st_size != f['bytes']: self._damaged(f['path'])
         return out
 
@@ -415,29 +416,32 @@ class History:
 
 # %% ../../nbs/sources/06_store.ipynb #c035
 @patch
-def _flat(self:Store, kind, programs):
+def _flat(self:Store, kind, programs, vintage):
     "One row a record of a kind: first words, latest vintage columns; age > 1: a tombstone is newer."
     declared, (named, source) = columns(kind), _source(kind, programs)
     late = {*declared.name[declared.why.str.startswith('vintage')], 'vintage'}
     pick = {c: ('newest.' if c in late else 'first.') + c for c in stored(kind)}
-    pick |= {c: f'CASE WHEN age > 1 THEN newest.{c} ELSE {self._again("newest." + c, kind)} END' for c in pick if c == 'vintage'}
+    pick |= {c: f'CASE WHEN age > 1 THEN newest.{c} ELSE {self._again("newest." + c, kind, pd.Timestamp(vintage[:10]))} END'
+             for c in pick if c == 'vintage'}
     return self._arrow(f"""
         WITH versions AS (SELECT *, row_number() OVER (PARTITION BY record_id ORDER BY valid_from DESC, refresh DESC) AS age
-                          FROM {source}),
+                          FROM {source} WHERE refresh <= $vintage),
         first AS (SELECT * EXCLUDE (age) FROM versions WHERE {named}
                   QUALIFY row_number() OVER (PARTITION BY record_id ORDER BY valid_from, refresh DESC) = 1),
         newest AS (FROM versions WHERE hash <> '{GONE}' QUALIFY row_number() OVER (PARTITION BY record_id ORDER BY age) = 1)
-        SELECT {', '.join(f'{v} AS {c}' for c, v in pick.items())} FROM first JOIN newest USING (record_id) ORDER BY record_id""")
+        SELECT {', '.join(f'{v} AS {c}' for c, v in pick.items())} FROM first JOIN newest USING (record_id) ORDER BY record_id""",
+        vintage=vintage)
 
 @patch
 def export(self:Store,
     programs:pd.DataFrame, # of `records.load_programs`
+    vintage='9999-12-31',  # without refreshes after this one
 ) -> Records: # fact columns
     "One row a record: its facts from the first version held, vintage columns from the latest."
     out = {}
     for kind in KINDS:
         with self._plain(f'export of {kind}'):
             self._sync(kind)
-            rows = self._flat(kind, _names(kind, programs.drug))
+            rows = self._flat(kind, _names(kind, programs.drug), vintage)
         out[kind] = _of_programs(kind, _frame(kind, rows), set(programs.drug))
     return Records(**out, programs=programs)
