@@ -9,12 +9,13 @@ DVC = yaml.safe_load((ROOT/'dvc.yaml').read_text())['stages']
 MODULES = {str(p.relative_to(ROOT/'clinical_rl').with_suffix('')).replace('/', '.'): p
            for p in (ROOT/'clinical_rl').rglob('*.py') if p.stem not in ('__init__', '_modidx')}
 
-def imports(source): # names of our modules that a piece of source imports
+def imports(source, module=''): # names of our modules that a piece of source imports; `module` holds it
     out = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('clinical_rl') or \
            isinstance(node, ast.ImportFrom) and node.level:
-            base = (node.module or '').removeprefix('clinical_rl').strip('.')
+            above = '.'.join(module.split('.')[:-node.level]) if node.level else ''
+            base = f'{above}.{(node.module or "").removeprefix("clinical_rl").strip(".")}'.strip('.')
             out |= {base} if base in MODULES else {f'{base}.{a.name}'.strip('.') for a in node.names}
         elif isinstance(node, ast.Import):
             out |= {a.name.removeprefix('clinical_rl.') for a in node.names if a.name.startswith('clinical_rl.')}
@@ -26,7 +27,7 @@ def closure(names):
         m = todo.pop()
         if m in seen: continue
         seen.add(m)
-        todo |= imports(MODULES[m].read_text())
+        todo |= imports(MODULES[m].read_text(), m)
     return seen
 
 def code(nb): return '\n'.join(''.join(c['source']) for c in json.loads(nb.read_text())['cells'] if c['cell_type'] == 'code')
@@ -60,7 +61,7 @@ def test_no_import_runs_backwards():
     order = [json.loads(p.read_text()) for p in sorted((ROOT/'nbs').glob('[0-9]*.ipynb'))]
     names = [m[1] for nb in order for c in nb['cells'] if (m := re.search(r'#\| default_exp (\S+)', ''.join(c['source'])))]
     rank = {n: i for i, n in enumerate(names)}
-    wrong = [(m, i) for m in names for i in imports(MODULES[m].read_text()) if i in rank and rank[i] > rank[m]]
+    wrong = [(m, i) for m in names for i in imports(MODULES[m].read_text(), m) if i in rank and rank[i] > rank[m]]
     assert wrong == []
 
 def test_library_notebooks_are_readable_in_length():

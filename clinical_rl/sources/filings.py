@@ -17,7 +17,7 @@ from ..core import DataError, progress
 from ..records import FORMS, columns, end_of
 from . import client as _client, pull
 from .client import HttpError, Pages
-from .pull import Unparsable, ask, day, field, finder, mentions, reconciled, tally
+from .pull import Unparsable, ask, day, field, finder, mentions, no_rows, reconciled, tally
 
 # %% ../../nbs/sources/03_filings.ipynb #c005
 FILERS = {
@@ -180,7 +180,7 @@ def _blocks(bodies): # part -> filings of the blocks
 def _recent(head): return field(field(head, 'filings', dict), 'recent', dict)
 
 def _texts(pages, name): # of earlier vintages: url -> sha256
-    return {l['url']: l['sha256'] for folder in sorted((pages.folder/'jobs').iterdir()) if folder.name != pages.vintage
+    return {l['url']: l['sha256'] for folder in sorted((pages.folder/'jobs').iterdir()) if folder.is_dir() and folder.name != pages.vintage
             for l in Pages(pages.folder, folder.name).job('filings', name).lines if l['part'] == 'text'}
 
 def _company(client, pages, params, cik):
@@ -280,8 +280,7 @@ def parse(
                 rows[no] = row | dict(drugs_mentioned=named.get(no) or None)
             except (Unparsable, KeyError, TypeError, ValueError) as e:
                 quarantine.add('filings', f'{company} {f["accessionNumber"]}', _why(e), **at)
-    if not rows: raise DataError('filings: the pages hold no filing of a known form; see the quarantine, and fetch again')
-    return normalize(pd.DataFrame(list(rows.values()), columns=RAW), programs.drug)
+    return normalize(pd.DataFrame(list(rows.values()), columns=RAW), programs.drug) if rows else no_rows('filings')
 
 def _why(e): return str(e) if isinstance(e, Unparsable) else f'facts or filing of another form: {type(e).__name__} {e}'
 def _filers(pages): return json.loads(next(pages.job('filings', 'filers').bodies())[1])

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['UNKNOWN_PEOPLE', 'COLUMNS', 'SCHEMA', 'SOURCE', 'VERSION', 'HISTORY', 'ONCOLOGY', 'TURNS', 'names_of', 'Names',
-           'Study', 'Page', 'batch', 'older', 'data_day', 'stream', 'parse', 'studies_in', 'parse_file', 'Ask',
-           'questions', 'turn_pages', 'fetch_history', 'versions', 'first_registered', 'version', 'fetch', 'reconcile']
+           'Study', 'Page', 'batch', 'older', 'data_day', 'stream', 'parse', 'set_aside', 'studies_in', 'parse_file',
+           'Ask', 'questions', 'turn_pages', 'fetch_history', 'versions', 'first_registered', 'version', 'fetch',
+           'reconcile']
 
 # %% ../../nbs/sources/01b_registry_v2.ipynb #c002
 import gzip, hashlib, re, zlib
@@ -24,7 +25,7 @@ from msgspec import Raw, Struct
 from .. import vocab
 from ..core import DataError, parallel_map, progress
 from ..records import REGISTRY_PHASES, STATUSES, columns
-from .client import HttpError
+from .client import HttpError, Quarantine
 
 # %% ../../nbs/sources/01b_registry_v2.ipynb #c005
 _RUN = re.compile(r'[^\W\d_]+|\d+')
@@ -255,10 +256,11 @@ VERSION, HISTORY = '_version', '_history' # jobs that hold no pages of studies
 def data_day(
     pages, # `client.Pages`
 ) -> str: # YYYY-MM-DD
-    "Day of the newest data that this refresh saw; dates what may have changed since."
+    "Day of the oldest data that this refresh saw: a status is no newer, and what changed since then may be missing."
     seen = [msgspec.json.decode(body)['dataTimestamp'] for _, body in pages.job(SOURCE, VERSION).bodies(partial=True)]
     if not seen: raise DataError(f'registry: no pages in vintage {pages.vintage}; run `make refresh`')
-    return max(seen)[:10]
+    lines = [l for j in _jobs(pages) for l in j.lines] # a lost page's refresh forgets its first stamp; no answer is newer than its page
+    return min([*seen, *(l['time'] for l in lines)])[:10]
 
 def _jobs(pages): # with pages of studies
     return [pages.job(SOURCE, j) for j in pages.jobs(SOURCE) if j not in (VERSION, HISTORY)]
@@ -308,6 +310,24 @@ def parse(
     return _table(stream(pages, programs, quarantine, named_only, workers))
 
 # %% ../../nbs/sources/01b_registry_v2.ipynb #c025
+def set_aside(
+    pages, old, # `client.Pages` of this refresh and of the one before
+    programs, quarantine, # as in `stream`
+): # yields Arrow batches of `SCHEMA`
+    "Studies in the quarantine of the refresh before, of which this one holds no page."
+    left = Quarantine(old.folder, old.vintage, ()).records()
+    left = left[left.source.eq(SOURCE)].dropna(subset='sha256')
+    if not len(left): return
+    here = {_key(s)[0] for j in _jobs(pages) for _, body in j.bodies() for s in _page.decode(body).studies}
+    for (sha, url), g in left.groupby(['sha256', 'url']):
+        want = set(g.record) - here
+        try: studies = [s for s in _page.decode(old.get(sha)).studies if _key(s)[0] in want]
+        except msgspec.ValidationError: continue # a version of a trial's history
+        rows, bad = batch(studies, Names(programs), data_day(old))
+        for record, why in bad: quarantine.add(SOURCE, record, why, url, sha)
+        yield rows
+
+# %% ../../nbs/sources/01b_registry_v2.ipynb #c027
 def studies_in(
     path, # .json, .jsonl or the same with .gz
 ) -> list: # raw studies
@@ -346,7 +366,7 @@ def parse_file(
     for record, why in bad if quarantine else (): quarantine.add(SOURCE, record, why, str(path))
     return _table([rows])
 
-# %% ../../nbs/sources/01b_registry_v2.ipynb #c028
+# %% ../../nbs/sources/01b_registry_v2.ipynb #c030
 @dataclass(frozen=True)
 class Ask:
     "What a refresh of the registry wants; the values come from params."
@@ -372,7 +392,7 @@ def questions(
     quoted = lambda p: ' OR '.join('"' + n.replace('"', '') + '"' for n in names_of(p))
     return {p.drug: {'query.intr': quoted(p)} | each for p in programs.itertuples()}
 
-# %% ../../nbs/sources/01b_registry_v2.ipynb #c031
+# %% ../../nbs/sources/01b_registry_v2.ipynb #c033
 TURNS = 5 # times that a run turns the pages of a question, at most
 
 def _whole(body): _page.decode(body) # for `Client.get`: what is no page is asked for again
@@ -412,7 +432,7 @@ def turn_pages(
         yield len(found)
     job.finish(total)
 
-# %% ../../nbs/sources/01b_registry_v2.ipynb #c035
+# %% ../../nbs/sources/01b_registry_v2.ipynb #c037
 class _Change(Struct): version: int; date: str
 class _Changes(Struct): changes: list[_Change]
 _changes = msgspec.json.Decoder(_Changes)
@@ -424,7 +444,7 @@ def _study_of(version): # the study in the answer about a version, raw
 
 def _history(pages): # journals of this vintage and of those before it
     folders = sorted((pages.folder/'jobs').iterdir()) if (pages.folder/'jobs').exists() else []
-    return [type(pages)(pages.folder, f.name).job(SOURCE, HISTORY) for f in folders if f.name <= pages.vintage]
+    return [type(pages)(pages.folder, f.name).job(SOURCE, HISTORY) for f in folders if f.is_dir() and f.name <= pages.vintage]
 
 def _missing(client, url, held, every, nct):
     "What isn't there yet of a trial's history: the versions, then the list of them, as (body, url, facts)."
@@ -454,7 +474,7 @@ def fetch_history(
         for body, url, facts in parts: job.add(body, url, dict(history=ask.history), **facts)
     job.finish(len(trials))
 
-# %% ../../nbs/sources/01b_registry_v2.ipynb #c037
+# %% ../../nbs/sources/01b_registry_v2.ipynb #c039
 def _all_versions(pages, registry, programs, quarantine):
     posted = dict(zip(registry.nct_id, registry.event_date.astype('int64')))
     lines, dates, named = [l for j in _history(pages) for l in j.lines if l['n']], {}, Names(programs)
@@ -495,7 +515,7 @@ def first_registered(
     t = _all_versions(pages, registry, programs, None)
     return t[t.version.eq(0)].drop(columns=['version', 'valid_from']).reset_index(drop=True)
 
-# %% ../../nbs/sources/01b_registry_v2.ipynb #c039
+# %% ../../nbs/sources/01b_registry_v2.ipynb #c041
 class _Api(Struct): dataTimestamp: str; apiVersion: str | None = None
 _api = msgspec.json.Decoder(_Api)
 
@@ -534,7 +554,7 @@ def fetch(
     stamp()
     stamps.finish()
 
-# %% ../../nbs/sources/01b_registry_v2.ipynb #c043
+# %% ../../nbs/sources/01b_registry_v2.ipynb #c045
 def reconcile(
     pages, # `client.Pages`
 ) -> pd.DataFrame: # job, total, got, distinct, note; nothing to note: ''

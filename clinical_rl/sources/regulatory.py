@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 
 from .. import vocab
-from ..core import DataError, progress
+from ..core import progress
 from ..records import columns, end_of
 from .client import HttpError
-from .pull import Unparsable, ask, brands, day, field, finder, import_file, mentions, reconciled, tally
+from .pull import Unparsable, ask, brands, day, field, finder, import_file, mentions, no_rows, reconciled, tally
 
 # %% ../../nbs/sources/02_regulatory.ipynb #c005
 _BIOMARKERS = [(code, re.compile(p, re.I)) for code, p in [
@@ -176,7 +176,7 @@ def _applications(client, job, url, query):
                 restarts += 1
                 job.restart()
                 continue
-            if e.status != 404: raise
+            if e.status != 404 or 'NOT_FOUND' not in e.text: raise # openFDA's word for no match; any other is a wrong address
             job.finish(job.lines[-1]['total'] if job.lines else 0) # nothing found, or nothing more
             break
         if job.lines and updated != job.lines[0]['data_time'] and restarts < 3:
@@ -201,10 +201,6 @@ def fetch(
         query = dict(search=search(names[drug]), limit=params.limit)
         _applications(client, pages.job('regulatory', f'drugsfda {drug}'), params.url, query)
     for _ in progress(client.map(one, names, params.workers), 'approvals', len(names), 'program'): pass
-    searches = [pages.job('regulatory', f'drugsfda {d}') for d in names]
-    if searches and not any(j.lines for j in searches):
-        for j in searches: j.restart() # or they would count as done
-        raise DataError(f'{params.url} finds none of the {len(names)} programs; check ingest.regulatory.url in params.yaml')
 
 PURPLE_BOOK = ('fetch the newest "Purple Book Data Download" (CSV, all products of a month) from '
                'https://purplebooksearch.fda.gov/downloads')
@@ -311,8 +307,7 @@ def parse(
     for key, (_, app, bad) in sorted(apps.items()):
         try: raw += events(app, find, own, f'openfda@{pages.vintage}', bad)
         except Unparsable as e: bad(key, str(e))
-    if not raw: raise DataError('regulatory: the pages hold no approval of any program; see the quarantine, and fetch again')
-    return normalize(pd.DataFrame(raw, columns=RAW))
+    return normalize(pd.DataFrame(raw, columns=RAW)) if raw else no_rows('approvals')
 
 def reconcile(
     pages, # of `fetch`

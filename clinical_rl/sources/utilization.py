@@ -7,15 +7,16 @@ __all__ = ['CONJUGATES', 'OWN_FORMS', 'RAW', 'normalize', 'fetch', 'years_of', '
 
 # %% ../../nbs/sources/04_utilization.ipynb #c002
 import json, re
+from hashlib import sha256
 
 import numpy as np
 import pandas as pd
 
-from ..core import DataError, progress
+from ..core import progress
 from ..records import columns, end_of
 from . import pull
 from .client import HttpError
-from .pull import Unparsable, ask, brands, field, finder, mentions, reconciled, tally
+from .pull import Unparsable, ask, brands, field, finder, mentions, no_rows, reconciled, tally
 
 # %% ../../nbs/sources/04_utilization.ipynb #c005
 CONJUGATES = {('trastuzumab', 'Enhertu')} # listed under the antibody too
@@ -64,18 +65,19 @@ def _dataset(client, job, url, size):
             break
         a, rows = ask(client, url, dict(size=size) | asked, _listed)
         after = asked['offset'] + (len(rows) or size)
-        more = after < total if total is not None else len(rows) == size
+        more = len(rows) == size or total is not None and after < total # the count may lie either way
         job.add(a.body, url, dict(size=size) | asked, n=len(rows), next=dict(offset=after) if more else None, total=total)
 
 def fetch(
     client,                # asks
     pages,                 # raw pages and journals
     programs:pd.DataFrame, # table of programs; the datasets hold all drugs
-    params,                # url, size, datasets: programme -> id
+    params,                # url, size, datasets: programme -> id, workers
 ) -> None: # raises HttpError
     "All rows of the three datasets."
-    for program, uuid in progress(sorted(params.datasets.items()), 'spending', len(params.datasets), 'programme'):
-        _dataset(client, pages.job('utilization', program), f'{params.url}/dataset/{uuid}/data', params.size)
+    def one(program):
+        _dataset(client, pages.job('utilization', program), f'{params.url}/dataset/{params.datasets[program]}/data', params.size)
+    for _ in progress(client.map(one, sorted(params.datasets), params.workers), 'spending', len(params.datasets), 'programme'): pass
 
 # %% ../../nbs/sources/04_utilization.ipynb #c012
 _SUFFIX, _SECOND = re.compile(r'mab\w*-[a-z]{4}$', re.I), re.compile(r'hyaluronidase|[/&]|mab-\w+mab|mab-\w+-\w+', re.I)
@@ -134,11 +136,16 @@ def parse(
                     quarantine.add('utilization', f'{program} row {first + i}', str(e), **at)
                     continue
                 rows |= {tuple(x[c] for c in ('drug', 'program', 'year', 'hcpcs', 'brand', 'generic')): x for x in found}
-    if not rows: raise DataError('utilization: the pages hold no spending of any program; see the quarantine, and fetch again')
+    if not rows: return no_rows('utilization')
     raw = pd.DataFrame(list(rows.values()), columns=RAW).assign(source=f'cms@{pages.vintage}')
     codes = raw.groupby(['drug', 'program', 'year', 'brand', 'generic']).hcpcs.transform('nunique')
     raw['brand'] = raw.brand.where(codes.fillna(0).le(1), raw.brand + ' (' + raw.hcpcs.astype('str') + ')')
-    return normalize(raw)
+    t = normalize(raw)
+    # a running number would pass to another product when one is added; a digest stays, and tells no brand
+    name = [sha256(f'{b}|{c}'.encode()).hexdigest()[:8] for b, c in zip(t.brand.fillna('').str.replace(r' \(\S+\)$', '', regex=True), t.hcpcs.fillna(''))]
+    key = t.record_id.str.rsplit(':', n=1).str[0] + ':' + pd.Series(name, index=t.index, dtype='str')
+    n = key.groupby(key).cumcount()
+    return t.assign(record_id=key.where(n.eq(0), key + '.' + n.astype('str')))
 
 def reconcile(
     pages, # of `fetch`
