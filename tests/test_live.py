@@ -26,10 +26,10 @@ def servers(hosts):
     kinds.asked.clear(); kinds.faults.clear(); kinds.tamper.clear()
     return hosts
 
-def ingest(kinds, registry, **more): # params.ingest for the local servers
+def ingest(kinds, host, **more): # params.ingest for the local servers
     s = yaml.safe_load((ROOT/'params.yaml').read_text())['ingest'] | dict(source='live', contact='ada@lab.org', programs=DRUGS)
     fast = dict(per_second=1e4, workers=2)
-    s['registry'] |= fast | dict(url=registry.host, page_size=10)
+    s['registry'] |= fast | dict(url=host.host, page_size=10)
     s['regulatory'] |= fast | dict(url=f'{kinds.url}/fda'.replace('127.0.0.1', 'localhost'), # a host of its own
                                limit=2, purple_book=f'{kinds.url}/book.csv')
     s['filings'] |= fast | dict(url=f'{kinds.url}/sec', archives=f'{kinds.url}/sec/Archives')
@@ -154,11 +154,11 @@ def test_history(servers, tmp_path):
     "Versions of a trial, one of them of today, beside its page."
     kinds, registry = servers
     day, number = '2031-03-01', nct(study(0))
-    people = lambda n: study(0, designModule=dict(enrollmentInfo=dict(count=n)))
-    registry.history = {number: [('2012-01-01', people(900)), ('2015-06-01', people(500)), (day, people(20))]}
+    people = lambda n, day: study(0, day, designModule=dict(enrollmentInfo=dict(count=n)))
+    registry.history = {number: [(d, people(n, d)) for d, n in (('2012-01-01', 900), ('2015-06-01', 500), (day, 20))]}
     try: out = live.refresh(project(tmp_path, servers, registry=ingest(*servers)['registry'] | dict(history='all')), today=pd.Timestamp(day).date())
     finally: registry.history = {}
-    assert out['done'], out
+    assert out['done'], out['kinds']['registry']
     kept = store.Store(tmp_path/'live'/'store')
     seen = {t: kept.as_of('registry', t).set_index('nct_id').loc[number] for t in ('2014-01-01', '2016-01-01', day)}
     assert [(r.enrollment, r.exact) for r in seen.values()] == [(900, True), (500, True), (20, True)]

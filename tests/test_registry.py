@@ -120,7 +120,7 @@ def test_the_registry_changes_meanwhile(tmp_path):
     with serve(map(study, range(55))) as s: # data of the next day come in between
         s.stamps = ['2025-08-29T09:00:05', '2025-08-30T09:00:07']
         pages, t, _ = get(s, tmp_path/'day')
-        assert t.vintage.eq(pd.Timestamp('2025-08-30')).all()
+        assert t.vintage.eq(pd.Timestamp('2025-08-29')).all() # a status is no newer than the oldest page
         assert 'data changed from 2025-08-29' in v2.reconcile(pages).note.iloc[-1]
 
 def test_the_newest_of_two(tmp_path):

@@ -167,8 +167,8 @@ def _steps(batches, rows=32768):
     held, n = [], 0
     for b in batches:
         held.append(b if isinstance(b, pa.Table) else pa.Table.from_batches([b])); n += b.num_rows
-        if n >= rows: yield pa.concat_tables(held, promote_options='default'); held, n = [], 0
-    if n: yield pa.concat_tables(held, promote_options='default')
+        if n >= rows: yield pa.concat_tables(held, promote_options='permissive'); held, n = [], 0
+    if n: yield pa.concat_tables(held, promote_options='permissive')
 
 def _typed(kind, table): # SQL: the stored columns of an Arrow table in their types; an empty text is missing
     cols, there = stored(kind), table.column_names
