@@ -133,6 +133,17 @@ def test_resumed_on_a_later_day(servers, tmp_path):
     with pytest.raises(DataError, match='correct the clock'): live.refresh(root, today=day.date())
     assert len(kinds.asked) == n
 
+def test_midnight(servers, tmp_path, monkeypatch):
+    root, days = project(tmp_path, servers), iter(pd.date_range('2031-03-01', periods=2))
+    class Day(live.date):
+        @classmethod
+        def today(cls): return next(days, pd.Timestamp('2031-03-02')).date()
+    monkeypatch.setattr(live, 'date', Day)
+    out = live.refresh(root)
+    assert out['vintage'] == '2031-03-01' and all('midnight' in k['error'] for k in out['kinds'].values())
+    servers[0].asked.clear()
+    assert (again := live.refresh(root))['done'] and again['vintage'] == '2031-03-02' and not servers[0].asked
+
 def test_unfinished_for_long(servers, tmp_path):
     "Pages of a month ago are no news: all is asked anew."
     kinds, registry = servers
@@ -313,7 +324,9 @@ def test_pipeline_reads_it(servers, tmp_path):
     root = copy_project(tmp_path/'p')
     raw = yaml.safe_load((root/'params.yaml').read_text()) | dict(ingest=ingest(*servers, programs='all'))
     (root/'params.yaml').write_text(yaml.safe_dump(raw))
-    r = run(root, 'dvc', 'repro', 'ingest')
+    r = run(root, 'dvc', 'repro', 'ingest', OPENFDA_API_KEY=KEY)
+    holds = [p for top in ('.dvc', 'out', 'live', 'dvc.lock') for p in [root/top, *(root/top).rglob('*')] if p.is_file() and KEY.encode() in p.read_bytes()]
+    assert not holds and KEY not in r.stdout + r.stderr
     assert r.returncode == 0, r.stdout[-2000:] + r.stderr[-2000:]
     df = core.read_parquet(root/'out/records/registry.parquet')
     assert df.source.str.startswith('ctgov_v2@').all() and df.usable.any()

@@ -3,6 +3,7 @@ import gzip, json, multiprocessing, os, random, signal, time
 
 import pandas as pd
 import pytest
+from conftest import ROOT
 from server_registry import client, fetch, nct, serve, study
 
 from clinical_rl import gate, records
@@ -320,3 +321,12 @@ def test_a_file_of_ones_own(calm, tmp_path):
     q = Quarantine(tmp_path, DAY)
     file.write_text(line([study(1), changed(2, 'designModule', phases=['PHASE5'])]))
     assert len(v2.parse_file(file, PROGRAMS, q)) == 1 and q.records().record.tolist() == [nct(study(2))]
+
+SAMPLES = ROOT.parent/'shared'/'data'/'samples'/'ctgov_v2_studies.json.gz'
+
+@pytest.mark.skipif(not SAMPLES.exists(), reason='the 50 real studies are not part of the project')
+def test_real_studies(tmp_path, recwarn):
+    programs = records.load_programs(ROOT/'data'/'programs.csv')
+    q = Quarantine(tmp_path, DAY)
+    t = v2.parse_file(SAMPLES, programs, q)
+    assert len(t) == 50 and q.n == 0 and not len(recwarn)

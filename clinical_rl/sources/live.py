@@ -113,7 +113,7 @@ def refresh(
         kept = store.Store(folder/'store')
         with client.Client(agent, hosts(cfg)) as net:
             for kind in cfg.kinds:
-                try: said = _kind(kind, net, pages, vintage, programs, params, kept, old, like, reparse)
+                try: said = _kind(kind, net, pages, vintage, programs, params, kept, old, like, reparse, today)
                 except DataError as e: said = dict(error=str(e))
                 except Exception as e: # the other kinds go on
                     traceback.print_exc()
@@ -124,11 +124,14 @@ def refresh(
         if well or not reparse: core.write_json(out | dict(done=out['done'] or well), state)
     return out | dict(done=out['done'] or well)
 
-def _kind(kind, net, pages, vintage, programs, params, kept, old, like, reparse): # one kind of a refresh
+def _kind(kind, net, pages, vintage, programs, params, kept, old, like, reparse, today): # one kind of a refresh
     it = CONNECTORS[kind]; name = it.__name__.rsplit('.', 1)[1].removesuffix('_v2')
     told = SimpleNamespace(**dict(getattr(params.ingest, name)), contact=params.ingest.contact,
                            since=registry_v2.data_day(old) if old and kind == 'registry' else None)
-    if not reparse: it.fetch(net, pages, programs, told)
+    if not reparse:
+        it.fetch(net, pages, programs, told)
+        if str(today or date.today()) > vintage[:10]: # what came after midnight was not public on the day before
+            raise DataError('midnight has passed meanwhile; run it again, it goes on from here under the new day')
     bad, day = client.Quarantine(pages.folder, pages.vintage, (name,)), pd.Timestamp(vintage[:10])
     met = it.reconcile(pages)
     asked = met[~met.job.str.startswith('_')] # without versions: some trials have none
