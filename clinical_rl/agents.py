@@ -42,7 +42,6 @@ class AgentSpec:
     temperature: float|None = 0.0 # None: not sent, for endpoints that refuse it
     timeout: float = 180         # seconds for one answer
     retries: int = 5             # times that a failed request is sent again
-    shots: int = 0               # plain: worked examples in the question
 
     def __post_init__(self):
         where = f'params.yaml: agents.models.{self.name}'
@@ -252,7 +251,7 @@ def question(
 
 def opening(
     spec,       # AgentSpec
-    asked:str,  # question
+    asked,      # question: a text, or messages where worked examples stand before it
     tools=None, # Tools
     steps=1,    # answers allowed
 ) -> list: # messages
@@ -261,7 +260,7 @@ def opening(
     if spec.mode == 'text':
         shown = [{k: t['function'][k] for k in ('name', 'description', 'parameters')} for t in tools.schemas()]
         rules += '\n' + BY_TEXT.format(tools='\n'.join(json.dumps(t, ensure_ascii=False) for t in shown))
-    return [dict(role='system', content=rules), dict(role='user', content=asked)]
+    return [dict(role='system', content=rules), *([dict(role='user', content=asked)] if isinstance(asked, str) else asked)]
 
 # %% ../nbs/13d_agents.ipynb #c021
 def calls_in_text(
@@ -489,7 +488,8 @@ def transcript_html(
     listed = lambda items: ', '.join(map(mark, canonical(items))) or 'nothing'
     cost = f'{t["steps"]} answers, {t["tokens_in"]:,} tokens read and {t["tokens_out"]:,} written, {t["usd"]:.4f} USD'
     ended = f'{html.escape(t["agent"])}, {t["status"].replace("_", " ")}'
-    asked = _block('Question', t['question'], most, 'question')
+    q = t['question']
+    asked = _block('Question', q if isinstance(q, str) else '\n\n'.join(m['content'] for m in q), most, 'question')
     return (f'<section class="transcript">\n<h4>{html.escape(t["episode_id"])} <small>{ended}</small></h4>\n'
             f'{asked}<ol>\n{rows}</ol>\n'
             f'<p><b>Submitted</b> {listed(t["items"])}</p>\n<p><b>Truth</b> {listed(t["truth"])}</p>\n'

@@ -145,12 +145,12 @@ def examples(
 
 def plain_question(
     text,        # state of the window
-    shown=(),    # of `examples`
-) -> str:
-    "What an agent without tools is asked."
-    if not len(shown): return text
-    done = ''.join(f'{e.text}\nAnswer:\n{portfolio_text(e.items)}\n' for e in shown.itertuples())
-    return f'{done}{text}\nAnswer:'
+    shown=None,  # of `examples`
+): # text, or messages
+    "What an agent without tools is asked: the examples as if it had answered them before."
+    if shown is None or not len(shown): return text
+    turns = [(dict(role='user', content=e.text), dict(role='assistant', content=portfolio_text(e.items))) for e in shown.itertuples()]
+    return [*(m for turn in turns for m in turn), dict(role='user', content=text)]
 
 # %% ../nbs/13e_local.ipynb #c018
 # the server watches its standard input: it ends when this process does, even by kill -9
