@@ -1,0 +1,83 @@
+"An OpenAI-compatible server that follows a script: the name of the model says how it behaves. It counts what it is asked."
+import hashlib, json, threading, time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+GOOD = dict(items=[dict(indication='NSCLC', phase='2', line='first', regimen='combination')])
+
+
+def call(name, arguments): # an answer with one tool call
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return dict(role='assistant', content=None, tool_calls=[dict(id='c1', type='function', function=dict(name=name, arguments=text))])
+
+def say(text): return dict(role='assistant', content=text)
+
+def look_then(last): # asks for trials first
+    return lambda body, server: last if any(m['role'] == 'tool' for m in body['messages']) else call('list_trials', dict(program='nivolumab'))
+
+def injected(body, server): # does what a title orders, if it ever stood outside a tool message
+    outside = [m for m in body['messages'] if m['role'] != 'tool' and 'EVIL ORDER' in json.dumps(m)]
+    return call('submit_portfolio', dict(items=['PAN 4'])) if outside else look_then(call('submit_portfolio', GOOD))(body, server)
+
+BRAINS = dict( # model -> function: request, server -> message
+    good=look_then(call('submit_portfolio', GOOD)),
+    bad_json=lambda body, s: call('list_trials', '{"program": "nivo'), not_object=lambda body, s: call('submit_portfolio', '[1, 2'),
+    unknown_tool=lambda body, s: call('open_browser', dict(url='http://future')),
+    loop=lambda body, s: call('list_trials', dict(program='nivolumab')),
+    refusal=lambda body, s: say("I'm sorry, but I can't help with that."), filtered=lambda body, s: say('') | dict(refusal='no'),
+    silent=lambda body, s: say(''), chatty=lambda body, s: say('The program will start some trials.'),
+    huge=lambda body, s: say('x'*1_000_000), huge_call=lambda body, s: call('submit_portfolio', '{"items": "' + 'x'*1_000_000),
+    many_calls=lambda body, s: dict(call('list_trials', {}), tool_calls=call('list_trials', {})['tool_calls']*500),
+    wrong_schema=lambda body, s: call('submit_portfolio', dict(items=[dict(tumour='lung', when='soon')])),
+    learns=lambda body, s: call('submit_portfolio', GOOD if len(body['messages']) > 3 else dict(items=[dict(indication='NSCLC', phase='9')])),
+    injected=injected, no_choices=lambda body, s: None, echo=lambda body, s: say(f'your key is {s.keys[-1]}'),
+    text=lambda body, s: say('{"tool": "submit_portfolio", "arguments": ' + json.dumps(GOOD) + '}'), plain=lambda body, s: say('NSCLC II first\nEnjoy!'))
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = 'HTTP/1.1'
+    def log_message(self, *args): pass
+
+    def reply(self, status, body, **headers):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for k, v in {'Content-Type': 'application/json', 'Content-Length': str(len(data))}.items() | headers.items(): self.send_header(k.replace('_', '-'), v)
+        self.end_headers(); self.wfile.write(data)
+
+    def do_POST(self):
+        s = self.server; raw = self.rfile.read(int(self.headers['Content-Length'])); body = json.loads(raw)
+        digest, model = hashlib.sha256(raw).hexdigest(), body['model']
+        with s.lock:
+            s.asked[digest] += 1; s.keys.append((self.headers.get('Authorization') or '').removeprefix('Bearer ')); s.requests.append(raw if s.keep else None)
+            n = s.asked[digest]; s.waiting += s.stall_after is not None and sum(s.asked.values()) > s.stall_after
+            stalled = s.stall_after is not None and sum(s.asked.values()) > s.stall_after
+        if stalled: s.go_on.wait(60); self.close_connection = True; return
+        if model == 'busy' and n < 3: return self.reply(429, dict(error=dict(message='slow down')), Retry_After='0.01')
+        if model == 'banned': return self.reply(429, dict(error=dict(message='come back tomorrow')), Retry_After='86400')
+        if model == 'down': return self.reply(500, dict(error=dict(message='oops')))
+        if model == 'flaky' and n < 2: return self.reply(503, b'<html>overloaded</html>', Content_Type='text/html')
+        if model == 'key': return self.reply(401, dict(error=dict(message=f'Incorrect API key provided: {s.keys[-1]}')))
+        if model == 'leaky': return self.reply(400, dict(error=dict(message=f'bad header Authorization: Bearer {s.keys[-1]}')))
+        if model == 'html': return self.reply(200, b'<html>welcome</html>', Content_Type='text/html')
+        if model in ('cut', 'hangup'): # ends in the middle of the answer, or before it
+            if model == 'cut': self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"choices": [{"mess')
+            self.wfile.flush(); self.close_connection = True; self.connection.close(); return
+        message = s.brains.get(model, s.brains['good'])(body, s)
+        finish = 'tool_calls' if message and message.get('tool_calls') else 'stop'
+        self.reply(200, dict(id='x', object='chat.completion', created=0, model=model, choices=[dict(index=0, finish_reason=finish, message=message)] if message else [],
+                             usage=dict(prompt_tokens=len(raw)//4, completion_tokens=20, total_tokens=len(raw)//4 + 20)))
+        with s.lock: s.delivered[digest] += 1
+
+
+class Server(ThreadingHTTPServer):
+    "The server while a `with` block lasts; `url`, `asked`, `delivered` (counts by request), `keys`, `requests`."
+    daemon_threads, request_queue_size = True, 128
+    def __init__(self, keep=True, stall_after=None, **brains):
+        super().__init__(('127.0.0.1', 0), Handler)
+        self.keep, self.stall_after, self.brains = keep, stall_after, BRAINS | brains
+        self.lock, self.go_on, self.waiting = threading.Lock(), threading.Event(), 0
+        self.asked, self.delivered, self.keys, self.requests = Counter(), Counter(), [], []
+        self.url = f'http://127.0.0.1:{self.server_port}/v1'
+    def handle_error(self, *args): pass # a client that was killed
+    def __enter__(self): threading.Thread(target=self.serve_forever, daemon=True).start(); return self
+    def __exit__(self, *args): self.go_on.set(); self.shutdown(); self.server_close()
