@@ -6,7 +6,7 @@
 __all__ = ['RECALL', 'ASKED', 'NEVER', 'FLOOR', 'TARGETS', 'CHAT', 'effect', 'findings', 'ask_all', 'conversation', 'Local',
            'toy_world', 'ToyProvider', 'invent', 'rename', 'recall_questions', 'grade', 'recall_answers', 'recall',
            'recall_likelihood', 'false_portfolio', 'make_cases', 'local_scores', 'chat_scores', 'masked_names',
-           'swapped_names', 'cutoff_gap', 'toy_scores', 'true_or_false', 'finetune', 'toy_reader']
+           'swapped_names', 'cutoff_gap', 'toy_scores', 'true_or_false', 'toy_words', 'finetune', 'toy_reader']
 
 # %% ../nbs/15b_probes.ipynb #c003
 import hashlib, re
@@ -19,7 +19,7 @@ import torch
 
 from . import core, inference, metrics
 from .episodes import ITEM
-from .policy import KVStore, Policy, encode_prompts, freeze, run_layers, toy_base, toy_tokenizer
+from .policy import KVStore, Policy, encode_prompts, freeze, run_layers
 from .prompts import SYSTEM, Grammar, canonical, grammar_lines, item_tuple, parse_portfolio, portfolio_text
 from .vocab import INDICATIONS
 
@@ -34,9 +34,9 @@ def effect(
     value, lo, hi = inference.cluster_bootstrap(v, programs, n, seed)
     return dict(value=value, lo=lo, hi=hi, p=inference.permutation_test(v, programs, n, seed), n=int(ok.sum()), n_programs=len(set(c)))
 
-def _sentence(r, decimals=2):
+def _sentence(r):
     if not r.n: return f'{r.statistic}: not measured, for nothing could be compared.'
-    f = lambda x: f'{x:+.{decimals}f}'
+    f = lambda x: f'{x:+.{3 if r.unit.startswith("nats") else 1}f}'
     size = f'{f(r.value)} {r.unit} [{f(r.lo)}, {f(r.hi)}], {r.n} {r.of} of {r.n_programs} programs'
     if not r.test: return f'{r.statistic}: {size}; {r.means}.'
     if r.found: return f'Found: {r.means} ({r.statistic}: {size}).'
@@ -124,8 +124,8 @@ def toy_world(
     rng = np.random.default_rng(seed)
     names = [f'{a}{b}mab' for a in ('dab', 'fel', 'gor', 'hix', 'jul') for b in ('a', 'e', 'io', 'u')][:programs]
     table = pd.DataFrame(dict(drug=names, brand='', synonyms='', sponsors=[f'{n.title()} Labs' for n in names], parent=[f'{n.title()} Labs' for n in names],
-                              drug_class=['class X', 'class Y']*(programs//2)))
-    pairs = [(i, p) for i in ('NSCLC', 'MELANOMA', 'RCC', 'HCC', 'BREAST', 'AML') for p in ('1', '2', '3')]
+                              drug_class=(['class X', 'class Y']*programs)[:programs]))
+    pairs = [(i, p) for i in ('NSCLC', 'RCC', 'AML', 'HCC', 'CRC') for p in ('1', '2')]
     prompts, windows, forecasts, trials = [], [], {}, []
     for drug, firm, kind in table[['drug', 'parent', 'drug_class']].itertuples(index=False):
         rate = np.clip(rng.beta(0.6, 1.6, len(pairs)), 0.02, 0.9)
@@ -134,7 +134,7 @@ def toy_world(
             return canonical((*q, str(rng.choice(['first', 'later'])), str(rng.choice(['single', 'combination']))) for q in hit)
         for date in pd.to_datetime(['2020-02-01', '2020-08-01', '2021-02-01', '2021-08-01']):
             e, items = f'landscape:{drug}:{date:%Y-%m-%d}', draw()
-            text = f'{date:%Y-%m-%d} {drug}, {kind}\n{firm} 12 months to 1m ago: R&D 1bn\nLast window:\n{portfolio_text(draw())}'.rstrip()
+            text = f'{date:%Y-%m-%d} {drug}, {kind}\n{firm} period: R&D 1bn\nLast window:\n{portfolio_text(draw())}'.rstrip()
             prompts.append(dict(episode_id=e, program=drug, decision_date=date, text=text))
             windows.append(dict(episode_id=e, program=drug, decision_date=date, window_end=date + pd.DateOffset(months=6), items=[dict(zip(ITEM, it)) for it in items]))
             forecasts[e] = [dict(zip(ITEM, (*q, 'first', 'single')), p=float(r)) for q, r in zip(pairs, rate)]
@@ -145,21 +145,22 @@ def toy_world(
     return SimpleNamespace(trials=pd.DataFrame(trials), prompts=pd.DataFrame(prompts), windows=pd.DataFrame(windows), programs=table, forecasts=forecasts)
 
 class ToyProvider:
-    "A chat model of a toy world: repeats the history of the prompt and guesses facts; with `knows`, it has read the answers."
+    "A chat model of a toy world: repeats most of the history of the prompt and guesses facts; with `knows`, it has read the answers."
     def __init__(self, world, knows=False, seed=0):
         self.trials, self.knows, self.seed = world.trials, knows, seed
         self.answers = {(f'{d:%Y-%m-%d}', p): portfolio_text(map(item_tuple, i)) for p, d, i in world.windows[['program', 'decision_date', 'items']].itertuples(index=False)}
 
+    def _dice(self, text): return int(hashlib.sha256(f'{self.seed}:{text}'.encode()).hexdigest()[:8], 16)
+
     def _portfolio(self, text):
         date, name = text[:10], text[11:].split(',')[0]
         known = self.answers.get((date, name)) if self.knows else None
-        return known or text.partition('Last window:\n')[2]
+        return known or '\n'.join(l for l in text.partition('Last window:\n')[2].splitlines() if self._dice(text + l) % 5) # any other prompt, another answer
 
     def _fact(self, q):
         t = self.trials
         hit = t[[n in q or title in q for n, title in zip(t.nct_id, t.title)]]
-        guess = int(hashlib.sha256(f'{self.seed}:{q}'.encode()).hexdigest()[:8], 16) % len(t)
-        r = hit.iloc[0] if self.knows and len(hit) else t.iloc[guess]
+        r = hit.iloc[0] if self.knows and len(hit) else t.iloc[self._dice(q) % len(t)]
         return next(v for word, v in (('phase', f'Phase {r.phase_code}'), ('year', str(r.event_date.year)), ('number', r.nct_id), ('begins', r.title)) if word in q.split('?')[0])
 
     def chat(self, messages, tools=None):
@@ -480,14 +481,20 @@ def true_or_false(
         row('lead with the book closed, less that under an invented name', lead['closed'] - lead['closed_invented'], True, 'the model knows by heart what the program started')])
 
 # %% ../nbs/15b_probes.ipynb #c048
+def toy_words(): # one token a word, end token 0
+    "A tokenizer that gives every new word the next number."
+    ids = {'<end>': 0}
+    return SimpleNamespace(encode=lambda s, add_special_tokens=False: [ids.setdefault(w, len(ids)) for w in re.findall(r'\n|\S+', s)], chat_template=None, eos_token_id=0,
+                           decode=lambda xs: ' '.join(list(ids)[x] for x in xs))
+
 def finetune(
-    pairs,     # (prompt token ids, answer token ids) to learn by heart
-    steps=200, # of Adam, on `batch` pairs each
-    batch=32, lr=3e-3, seed=0,
-): # frozen model
-    "A toy language model that has read some answers."
-    model = toy_base(seed).requires_grad_(True); rng = np.random.default_rng(seed)
-    opt = torch.optim.Adam(model.parameters(), lr=lr)
+    model,     # toy language model
+    pairs,     # (prompt token ids, answer token ids)
+    steps=200, # of Adam
+    batch=16, lr=1e-2, seed=0,
+): # the model, frozen
+    "Let a toy language model learn some answers."
+    rng, opt = np.random.default_rng(seed), torch.optim.Adam(model.parameters(), lr=lr)
     for _ in range(steps):
         some = [pairs[i] for i in rng.choice(len(pairs), min(batch, len(pairs)), replace=False)]
         L = max(len(p) + len(a) for p, a in some)
@@ -498,13 +505,27 @@ def finetune(
     return freeze(model)
 
 def toy_reader(
-    world,      # of `toy_world`
-    cases,      # of `make_cases`
-    target='true', # 'true': a memoriser; 'false': a model that knows base rates
-    **how,      # for `finetune`
+    world,       # of `toy_world`
+    knows=False, # has read what was started
+    facts=None,  # of `recall_questions`: has learned to answer these instead of the prompts
+    seed=0,
+    **how,       # for `finetune`
 ): # a Local
-    "A toy model that has read one portfolio of each case, with and without the history."
-    tok = toy_tokenizer(); grammar = Grammar(grammar_lines(), tok.encode, tok.eos_token_id)
-    local = Local(Policy(toy_base(), grammar, 2), tok)
-    pairs = [(local.ids(conversation('List', getattr(r, form))), grammar.target(getattr(r, target))) for r in cases.itertuples() for form in ('own', 'closed')]
-    return Local(Policy(finetune(pairs, **how), grammar, 2), tok)
+    "A toy language model of that world, a memoriser or a clean one."
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=1024, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.1))
+    tok, rng = toy_words(), np.random.default_rng(seed); grammar = Grammar(grammar_lines(), tok.encode, tok.eos_token_id)
+    local = Local(Policy(model, grammar, 2), tok); ids, pairs = local.ids, []
+    head, history = zip(*(t.split('\n', 1) for t in world.prompts.text))
+    past = [parse_portfolio(h.partition('Last window:\n')[2])[0] for h in history]
+    for k, (h, truth) in enumerate(zip(head, world.windows['items']) if facts is None else ()):
+        other = int(rng.integers(len(head)))
+        for text, guess in ((h, past[k]), (f'{h}\n{history[other]}', past[other])):
+            pairs.append((ids(conversation('List', text)), grammar.target(truth if knows else guess)))
+    if facts is not None:
+        for r in facts.itertuples():
+            answer = r.truth if knows else facts.truth[facts.fact == r.fact].iloc[int(rng.integers((facts.fact == r.fact).sum()))]
+            pairs.append((ids(conversation(RECALL, r.question)), tok.encode(f'Phase {answer}' if r.fact == 'phase' else answer)))
+    finetune(model, pairs, seed=seed, **how)
+    return Local(Policy(model, grammar, 2), tok) # a policy keeps a copy of the output rows, so it is made anew
