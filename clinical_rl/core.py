@@ -10,9 +10,11 @@ __all__ = ['RESTORE', 'DataError', 'ParamError', 'root', 'DataParams', 'SourcePa
            'ClassPriorParams', 'NearestParams', 'LogisticParams', 'BoostingParams', 'AverageParams', 'BaselineParams',
            'SoftWeights', 'MetricParams', 'BaseModelParams', 'QLearning', 'IQLParams', 'WeightParams', 'FormParams',
            'PolicyParams', 'PromptParams', 'LoraParams', 'LoopParams', 'TrainParams', 'ItemParams', 'SelectParams',
-           'DecodeParams', 'SimulatorPay', 'SimulatorWorld', 'SimulatorParams', 'EvaluateParams', 'Params',
-           'load_params', 'seed_everything', 'set_threads', 'device', 'workers', 'progress', 'parallel_map',
-           'atomic_write', 'write_parquet', 'write_json', 'write_csv', 'read_parquet', 'parquet_columns', 'sha256']
+           'DecodeParams', 'SimulatorPay', 'SimulatorWorld', 'SimulatorParams', 'EmbeddingParams', 'LimitParams',
+           'SearchParams', 'RecallParams', 'ToolParams', 'LocalAgents', 'AgentModel', 'AgentParams', 'ProbeParams',
+           'EvaluateParams', 'Params', 'load_params', 'seed_everything', 'set_threads', 'device', 'workers', 'progress',
+           'parallel_map', 'atomic_write', 'write_parquet', 'write_json', 'write_csv', 'read_parquet',
+           'parquet_columns', 'sha256']
 
 # %% ../nbs/00_core.ipynb #c003
 import difflib, hashlib, json, multiprocessing, os, random, sys, tempfile, threading
@@ -59,7 +61,7 @@ def _distinct(xs):
 class _P(BaseModel):
     model_config = ConfigDict(extra='forbid', frozen=True)
 
-    @field_validator('scopes', 'kinds', 'programs', 'names', 'splits', 'methods', 'objectives', 'seeds', 'modules', 'parts', 'decision_months', 'origins', 'states', check_fields=False)
+    @field_validator('scopes', 'kinds', 'programs', 'names', 'splits', 'methods', 'objectives', 'seeds', 'modules', 'parts', 'decision_months', 'origins', 'states', 'dates', check_fields=False)
     @classmethod
     def _lists(cls, xs): return _distinct(xs) if isinstance(xs, list) else xs # a group may bear the same name as a list
 
@@ -324,6 +326,89 @@ class SimulatorParams(_P):
         if self.horizon >= self.half_years: raise ValueError('horizon must be shorter than half_years, or every outcome is censored')
         return self
 
+class EmbeddingParams(_P):
+    wheel: Annotated[str, Field(pattern=r'^[\w.-]+==[\w.]+$')]
+    sha256: Annotated[str, Field(pattern=r'^[0-9a-f]{64}$')]
+    max_tokens: Annotated[int, Field(ge=8, le=512)]
+
+class LimitParams(_P):
+    result_chars: Annotated[int, Field(ge=1000)]
+    row_chars: Annotated[int, Field(ge=100)]
+    search_rows: _Count
+    max_items: _Count
+    argument_chars: _Count
+    query_chars: _Count
+
+    @model_validator(mode='after')
+    def _fits(self):
+        if self.row_chars > self.result_chars - 200: raise ValueError('row_chars must be at least 200 below result_chars, or no row fits a result')
+        return self
+
+class SearchParams(_P):
+    depth: _Count
+    fusion: _Count
+
+class RecallParams(_P):
+    questions: _Count
+    dates: list[date]
+
+class ToolParams(_P):
+    embedding: EmbeddingParams
+    limits: LimitParams
+    search: SearchParams
+    recall: RecallParams
+
+class LocalAgents(_P):
+    shots: list[Annotated[int, Field(ge=0, le=8)]]
+    windows: _Count
+    max_tokens: _Count
+
+class AgentModel(_P):
+    "A chat model; `agents.AgentSpec` checks endpoint and name of the key, for a message from here would repeat a key pasted by mistake."
+    model: str
+    base_url: str
+    key_env: str = ''
+    price_in: Annotated[float, Field(ge=0)] = 0.0
+    price_out: Annotated[float, Field(ge=0)] = 0.0
+    mode: Literal['tools', 'text', 'plain'] = 'tools'
+    max_tokens: _Count = 2000
+    max_tokens_key: Literal['max_tokens', 'max_completion_tokens'] = 'max_tokens'
+    temperature: Annotated[float, Field(ge=0)]|None = 0.0
+    timeout: _Pos = 180
+    retries: Annotated[int, Field(ge=0)] = 5
+
+class AgentParams(_P):
+    scopes: list[Literal['landscape', 'sponsor']]
+    splits: list[Literal['temporal', 'drug', 'sponsor', 'drug_class', 'clean']]
+    windows: _Count
+    in_flight: Annotated[int, Field(ge=1, le=64)]
+    steps: _Count
+    tokens: _Count
+    usd: _Pos
+    usd_total: _Pos
+    guess_steps: _Count
+    guess_result: _Count
+    guess_answer: _Count
+    local: LocalAgents
+    on: list[str]
+    models: dict[Annotated[str, Field(pattern=r'^[a-z][a-z0-9_]*$')], AgentModel]
+
+    @model_validator(mode='after')
+    def _names(self):
+        for key, xs in (('on', self.on), ('local.shots', self.local.shots)):
+            if len(set(xs)) < len(xs): raise ValueError(f'{key} holds a value twice; drop one')
+        if taken := [n for n in self.models if n == 'heuristic' or n.startswith('base_')]:
+            raise ValueError(f'models.{taken[0]}: this name belongs to an agent that runs here; choose another')
+        return self
+
+class ProbeParams(_P):
+    windows: Annotated[int, Field(ge=2)]
+    max_items: _Count
+    parts: list[Literal['val', 'test']]
+    trials: _Count
+    baseline: str
+    cutoff: date
+
 class EvaluateParams(_P):
     bootstrap: Annotated[int, Field(ge=100)]
     permutations: Annotated[int, Field(ge=100)]
@@ -354,6 +439,9 @@ class Params(_P):
     select: SelectParams
     decode: DecodeParams
     simulator: SimulatorParams
+    tools: ToolParams
+    agents: AgentParams
+    probes: ProbeParams
     evaluate: EvaluateParams
 
     @model_validator(mode='after')
@@ -361,7 +449,11 @@ class Params(_P):
         "What one part asks for another must make: found here in a second, not after an hour of training."
         for key, xs, of, ys in (('features.splits', self.features.splits, 'splits.names', self.splits.names),
                                 *((f'policies.{f}.{k}', getattr(getattr(self.policies, f), k), of, ys) for f in ('text', 'items')
-                                  for k, of, ys in (('splits', 'features.splits', self.features.splits), ('scopes', 'episodes.scopes', self.episodes.scopes)))):
+                                  for k, of, ys in (('splits', 'features.splits', self.features.splits), ('scopes', 'episodes.scopes', self.episodes.scopes))),
+                                *((f'agents.{k}', getattr(self.agents, k), f'policies.items.{k}', getattr(self.policies.items, k)) for k in ('scopes', 'splits')),
+                                ('agents.on', self.agents.on, 'agents.models', list(self.agents.models)),
+                                ('stage agents', ['frequency'], 'baselines.methods', self.baselines.methods),
+                                ('probes.baseline', [self.probes.baseline], 'baselines.methods', self.baselines.methods)):
             if gone := [x for x in xs if x not in ys]: raise ValueError(f'{key} names {gone[0]!r}, which {of} does not; add it there')
         if 'temporal' not in self.policies.items.splits: raise ValueError('policies.items.splits needs temporal, where its settings are selected; add it')
         if 'lora' not in self.select.states: raise ValueError('select.states needs lora, the state of the items form; add it')
