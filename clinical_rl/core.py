@@ -390,12 +390,12 @@ class AgentParams(_P):
     guess_result: _Count
     guess_answer: _Count
     local: LocalAgents
-    on: list[str]
+    enabled: list[str]
     models: dict[Annotated[str, Field(pattern=r'^[a-z][a-z0-9_]*$')], AgentModel]
 
     @model_validator(mode='after')
     def _names(self):
-        for key, xs in (('on', self.on), ('local.shots', self.local.shots)):
+        for key, xs in (('enabled', self.enabled), ('local.shots', self.local.shots)):
             if len(set(xs)) < len(xs): raise ValueError(f'{key} holds a value twice; drop one')
         if taken := [n for n in self.models if n == 'heuristic' or n.startswith('base_')]:
             raise ValueError(f'models.{taken[0]}: this name belongs to an agent that runs here; choose another')
@@ -451,7 +451,7 @@ class Params(_P):
                                 *((f'policies.{f}.{k}', getattr(getattr(self.policies, f), k), of, ys) for f in ('text', 'items')
                                   for k, of, ys in (('splits', 'features.splits', self.features.splits), ('scopes', 'episodes.scopes', self.episodes.scopes))),
                                 *((f'agents.{k}', getattr(self.agents, k), f'policies.items.{k}', getattr(self.policies.items, k)) for k in ('scopes', 'splits')),
-                                ('agents.on', self.agents.on, 'agents.models', list(self.agents.models)),
+                                ('agents.enabled', self.agents.enabled, 'agents.models', list(self.agents.models)),
                                 ('stage agents', ['frequency'], 'baselines.methods', self.baselines.methods),
                                 ('probes.baseline', [self.probes.baseline], 'baselines.methods', self.baselines.methods)):
             if gone := [x for x in xs if x not in ys]: raise ValueError(f'{key} names {gone[0]!r}, which {of} does not; add it there')
