@@ -117,7 +117,7 @@ PREDICTION_SCHEMA = pa.schema([
     ('episode_id', pa.string()),
     ('items', pa.list_(ITEM)), ('item_probs', pa.list_(ITEM_P)),
     ('n_invalid', pa.int64()),   # samples or items that could not be parsed
-    ('cost', pa.float64()),      # seconds of computing, 0 = not measured
+    ('cost', pa.float64()),      # of an agent: USD; else seconds of computing, 0 = not measured
 ])
 PREDICTION_KEY = ['scope', 'split', 'method', 'form', 'objective', 'seed', 'decoding', 'episode_id']
 _ALLOWED = dict(indication=frozenset(vocab.INDICATIONS.index), phase=frozenset(vocab.PHASES), line=frozenset(vocab.LINES), regimen=frozenset(vocab.REGIMENS))

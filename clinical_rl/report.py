@@ -164,6 +164,10 @@ PAGES = [
          lede='A made-up world whose best policy is known exactly: does each objective do what it claims, and when does it not?'),
     dict(file='baselines.html', title='Baselines', stages=['features', 'baseline'],
          lede='Simple forecasts that a policy has to beat, and the numbers that they and the item policies are given.'),
+    dict(file='agents.html', title='Agents', stages=['agent_scores', 'agents', 'index'],
+         lede='Models that look things up on the decision date, behind the same gate: how well they do, what it costs, and what they saw.'),
+    dict(file='probes.html', title='Probes', stages=['probes'],
+         lede='Does a model remember the windows that it is asked to foresee? Five probes, and what each could have found.'),
     dict(file='results.html', title='Results', stages=['evaluate'],
          lede='Every method on every split, with intervals: what can be told apart from chance, and what cannot.'),
 ]
@@ -241,7 +245,7 @@ def read_metrics(
     name:str,   # file in reports/metrics
     columns:list, # that must be there
 ) -> pd.DataFrame: # missing form, objective, decoding as ''
-    "A metrics table, or one line that says what is wrong with it."
+    "A metrics table without the agents, who answer fewer windows and have a page of their own; or one line that says what is wrong with it."
     path = Path(base)/'reports'/'metrics'/name
     try: df = pd.read_csv(path, keep_default_na=True)
     except FileNotFoundError: raise DataError(f'{path} is missing: stage evaluate has not run; run `dvc repro`') from None
@@ -250,7 +254,7 @@ def read_metrics(
     if gone := [c for c in columns if c not in df]:
         raise DataError(f'{path}: column {gone[0]!r} is missing; delete it and run `dvc repro`')
     text = [c for c in ('form', 'objective', 'decoding') if c in df]
-    return df.astype({c: object for c in text}).fillna({c: '' for c in text})
+    return df[df.method != 'agent'].astype({c: object for c in text}).fillna({c: '' for c in text})
 
 RESULT_COLUMNS = ['scope', 'split', *KEY, 'n_seeds', 'n_dates', 'n_episodes', 'n_programs', 'metric', 'value', 'lo', 'hi']
 COMPARISON_COLUMNS = ['scope', 'split', 'metric', *KEY, 'n_seeds', 'against', 'baseline', 'diff', 'lo', 'hi', 'family', 'verdict']

@@ -18,8 +18,10 @@ TINY = { # dotted key of params.yaml -> value: a few programs, a few steps, one 
     'items.folds': 2, 'items.queries': 4, 'items.depth': 2, 'items.layers': 1, 'items.hidden': 8, 'items.train.epochs': 1,
     'select.origins': ['2019-02-01', '2020-02-01'], 'select.lr': [1e-3],
     'simulator.seeds': 2, 'simulator.programs': 60, 'simulator.sizes': [50, 100], 'simulator.iql.steps': 60,
+    'tools.embedding.max_tokens': 8, 'tools.recall.questions': 20, 'tools.recall.dates': ['2016-02-01'],
+    'agents.local.windows': 2, 'agents.local.shots': [0], 'agents.local.max_tokens': 16, 'probes.windows': 4, 'probes.max_items': 2, 'probes.trials': 1,
 }
-MADE = ['out/notebooks', 'out/predictions', 'out/adapters', 'out/items', 'out/select', 'out/anchors', 'out/weights', 'out/records', 'out/episodes', 'reports']
+MADE = ['out/notebooks', 'out/predictions', 'out/adapters', 'out/items', 'out/select', 'out/anchors', 'out/weights', 'out/records', 'out/episodes', 'out/index', 'out/agents', 'out/probes', 'reports']
 
 def set_params(root, **changes):
     "Change values of params.yaml by dotted key, keeping the rest."
@@ -49,7 +51,7 @@ def tiny(tmp_path_factory):
     return root
 
 def test_every_page_and_table_is_made(tiny):
-    for f in ('index', 'data', 'episodes', 'training', 'simulator', 'results'):
+    for f in ('index', 'data', 'episodes', 'training', 'simulator', 'agents', 'probes', 'results'):
         html = (tiny/'reports'/f'{f}.html').read_text()
         assert '<img' in html or f == 'index', f'{f}.html has no figure'
         assert 'Traceback' not in html
@@ -65,6 +67,10 @@ def test_every_page_and_table_is_made(tiny):
     assert runs == {('text', 'bc'), ('items', 'bc'), ('items', 'iql'), ('frozen', 'bc'), ('features', 'bc')}, 'both forms, and the ablations of the items form'
     drug = res[(res.split == 'drug') & (res.method == 'policy')]
     assert set(drug.form) == {'items', 'frozen', 'features'} and set(drug.scope) == {'landscape'}
+    agents = main[main.method == 'agent'].set_index('form')
+    assert set(agents.index) == {'heuristic', 'base_0_shot'}
+    rule = main[main.method == 'frequency'].iloc[0]
+    assert (agents.loc['heuristic', ['value', 'lo', 'hi', 'n_episodes']] == rule[['value', 'lo', 'hi', 'n_episodes']]).all(), 'the rule through the tools is the baseline'
     assert (main.lo <= main.value).all() and (main.value <= main.hi).all() and main.n_programs.between(1, 8).all()
 
 def test_second_run_does_nothing(tiny):
@@ -83,7 +89,7 @@ def test_one_baseline_parameter_reruns_only_what_depends_on_it(tiny):
 
 def test_forced_rerun_gives_the_same_bytes(tiny):
     before = digests(tiny, *MADE)
-    assert {'items', 'select', 'anchors', 'weights'} <= {f.split('/')[1] for f in before}, 'each folder holds something to compare'
+    assert {'items', 'select', 'anchors', 'weights', 'index', 'agents', 'probes'} <= {f.split('/')[1] for f in before}, 'each folder holds something to compare'
     run(tiny, 'dvc', 'repro', '-f', check=True)
     after = digests(tiny, *MADE)
     assert {k for k in before | after if before.get(k) != after.get(k)} == set()
