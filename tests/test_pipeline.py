@@ -19,7 +19,7 @@ TINY = { # dotted key of params.yaml -> value: a few programs, a few steps, one 
     'select.origins': ['2019-02-01', '2020-02-01'], 'select.lr': [1e-3],
     'simulator.seeds': 2, 'simulator.programs': 60, 'simulator.sizes': [50, 100], 'simulator.iql.steps': 60,
 }
-MADE = ['out/notebooks', 'out/predictions', 'out/adapters', 'out/items', 'out/select', 'out/anchors', 'out/weights', 'out/records', 'out/episodes', 'reports']
+MADE = ['out/notebooks', 'out/predictions', 'out/forecasts', 'out/adapters', 'out/items', 'out/select', 'out/anchors', 'out/weights', 'out/records', 'out/episodes', 'reports']
 
 def set_params(root, **changes):
     "Change values of params.yaml by dotted key, keeping the rest."
