@@ -1,5 +1,5 @@
 "A whole refresh over local servers that speak the five APIs: from an empty folder to the tables that the pipeline reads."
-import multiprocessing, os, random, shutil, signal, subprocess, sys, time, zipfile
+import json, multiprocessing, os, random, shutil, signal, subprocess, sys, time, zipfile
 
 import pandas as pd
 import pytest
@@ -114,6 +114,42 @@ def test_narrower_questions_bury_nothing(servers, calm, tmp_path):
     out = live.refresh(project(tmp_path, servers, epidemiology=s), today=later(9)) # the wide one is gone on with, dated anew
     assert out['done'] and out['vintage'] == str(later(9)) and str(later(0)) not in set(live.vintages(root/'live').vintage)
 
+def asked_all(registry): # was the registry asked for everything, or for changes only?
+    asked = [x for x in registry.asked if '/studies?' in x]
+    assert asked and len({'LastUpdatePostDate' in x for x in asked}) == 1
+    return 'LastUpdatePostDate' not in asked[0]
+
+def test_each_kind_has_its_own_question(servers, tmp_path):
+    "Another file of statistics leaves the other kinds incremental, with tombstones; another query concerns the registry alone."
+    kinds, registry = servers
+    day, changes = pd.Timestamp('2031-03-01'), [{}, dict(epidemiology=dict(file=f'{kinds.url}/uscs.zip?year=2030'))]
+    changes.append(changes[1] | dict(registry=ingest(*servers)['registry'] | dict(query='oncology')))
+    seen = []
+    for n, change in enumerate(changes):
+        registry.asked.clear()
+        out = live.refresh(project(tmp_path, servers, **change), today=(day + pd.Timedelta(days=n)).date())
+        assert out['done'] and not any(v['gone'] for v in out['kinds'].values())
+        complete = store.Store(tmp_path/'live'/'store').changes(out['vintage']).set_index('kind').complete
+        seen.append((asked_all(registry), *complete[['registry', 'approvals', 'epidemiology']]))
+    assert seen == [(True, True, True, True), (False, False, True, False), (True, False, True, False)]
+    registry.asked.clear()
+    params = core.load_params(tmp_path/'params.yaml')
+    fewer = params.model_copy(update=dict(ingest=params.ingest.model_copy(update=dict(kinds=['registry', 'approvals']))))
+    assert live.tables(tmp_path, fewer)[1]['vintage'] == out['vintage'] and not registry.asked # of a vintage that asked for more
+
+def test_vintage_of_an_earlier_version(servers, tmp_path):
+    "One digest for all kinds: read, compared with none of today's, and not parsed anew."
+    root, day = project(tmp_path, servers), pd.Timestamp('2031-03-01')
+    live.refresh(root, today=day.date())
+    state = root/'live'/'vintages'/f'{day:%F}.json'
+    state.write_text(json.dumps(json.loads(state.read_text()) | dict(asked='0123456789ab')))
+    with pytest.raises(DataError, match=r'other programs or settings \(registry, approvals.*or refresh'): live.refresh(root, reparse=f'{day:%F}')
+    servers[1].asked.clear()
+    out = live.refresh(root, today=(day + pd.Timedelta(days=1)).date())
+    assert out['done'] and asked_all(servers[1]) and [v['same'] for v in out['kinds'].values()] == [v['fetched'] for v in out['kinds'].values()]
+    kept = store.Store(root/'live'/'store')
+    assert not kept.changes(out['vintage']).complete.any() and '2031-03-01 ' in cli(root, '--list').stdout
+
 def test_resumed_on_a_later_day(servers, tmp_path):
     "What came after the interruption was not public before it."
     kinds, registry = servers
@@ -205,6 +241,18 @@ def test_file_put_in_again(servers, tmp_path):
     (root/'live'/'import'/'USCS.zip').write_bytes(archive())
     assert live.refresh(root)['done']
 
+def test_file_is_read_once(servers, tmp_path):
+    "A refresh that is gone on with does not ask again for a file that it has read."
+    kinds, _ = servers
+    root = project(tmp_path, servers, epidemiology=dict(file='USCS.zip'))
+    (file := root/'live'/'import'/'USCS.zip').parent.mkdir(parents=True)
+    file.write_bytes(archive())
+    kinds.faults += [('/fda', 404)]*60
+    assert not live.refresh(root)['done']
+    kinds.faults.clear(); file.unlink()
+    out = live.refresh(root)
+    assert out['done'] and out['kinds']['epidemiology']['fetched'] == 16
+
 def test_pipeline_reads_a_finished_vintage_only(servers, tmp_path):
     kinds, registry = servers
     day = pd.Timestamp('2031-03-01'); root = project(tmp_path, servers)
@@ -228,6 +276,20 @@ def test_filed_in_the_future(servers, tmp_path):
     out = live.refresh(root, today=pd.Timestamp('2031-03-01').date())
     q = Quarantine(root/'live', out['vintage'], ()).records()
     assert q.source.tolist() == ['filings'] and q.reason[0] == 'dated 2099-05-20, after the refresh'
+
+def test_trial_of_the_future(servers, tmp_path):
+    "Set aside once, with all its versions."
+    _, registry = servers
+    late = study(700, '2031-03-20', statusModule=dict(studyFirstPostDateStruct=dict(date='2031-03-20')))
+    late['protocolSection']['identificationModule']['briefTitle'] = 'Nivolumab and what comes'
+    registry.studies.append(late)
+    registry.history = {nct(late): [(d, late) for d in ('2031-01-01', '2031-02-01')]}
+    s = ingest(*servers)['registry'] | dict(history='all')
+    try: out = live.refresh(project(tmp_path, servers, registry=s), today=pd.Timestamp('2031-03-01').date())
+    finally: registry.studies.pop(); registry.history = {}
+    q = Quarantine(tmp_path/'live', out['vintage'], ()).records()
+    assert q[['record', 'reason']].values.tolist() == [[f'reg:{nct(late)}', 'dated 2031-03-20, after the refresh']]
+    assert nct(late) not in set(store.Store(tmp_path/'live'/'store').latest('registry').nct_id)
 
 def test_a_bug_in_one_connector(servers, tmp_path, monkeypatch):
     "The other kinds go on, the run says where it broke."
