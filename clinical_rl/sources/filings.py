@@ -240,7 +240,7 @@ def _row(f, company, cik, ticker, said, source):
     end = end and day(end)
     numbers = {k: _of_period(v, form.removesuffix('/A'), end) for (k, a), v in said.items() if a == accession}
     rd = numbers.get('rd_expense_usd')
-    filed_date = max(days, key=lambda d: end_of([d])[0]) # a month counts at its end
+    filed_date = max(days, key=lambda d: f'{d}-31'[:10]) # a month counts at its end
     row = dict(company=company, ticker=ticker, cik=str(cik), form=form, filed_date=filed_date, period_end=end, source=source,
                accession_or_source_id=accession, rd_period_start=rd and rd['start'])
     return row | {k: v and str(float(v['val'])) for k, v in numbers.items()}

@@ -278,7 +278,7 @@ def main(
         if a.list: print(vintages(root/params.ingest.folder).assign(asked=lambda d: d.asked.map(' '.join)).drop(columns='kinds').to_string(index=False)); return 0
         out = refresh(root, params, a.wait, a.reparse)
     except (DataError, ParamError) as e: print(f'error: {e}', file=sys.stderr); return 1
-    except OSError as e: print(f'error: {e}; check ingest.folder in params.yaml and its permissions', file=sys.stderr); return 1
+    except OSError as e: print(f'error: {e}; free some space, or check ingest.folder in params.yaml and its permissions', file=sys.stderr); return 1
     except KeyboardInterrupt: print('\nStopped; the next refresh goes on from here.', file=sys.stderr); return 130
     print(f'Vintage {out["vintage"]}\n{table(out).to_string(index=False)}')
     for line in words(out): print(line, file=sys.stderr)

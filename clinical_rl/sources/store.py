@@ -422,8 +422,8 @@ def _flat(self:Store, kind, programs, vintage):
     return self._arrow(f"""
         WITH versions AS (SELECT *, row_number() OVER (PARTITION BY record_id ORDER BY valid_from DESC, refresh DESC) AS age
                           FROM {source} WHERE refresh <= $vintage),
-        first AS (SELECT * EXCLUDE (age) FROM versions WHERE {named}
-                  QUALIFY row_number() OVER (PARTITION BY record_id ORDER BY valid_from, refresh DESC) = 1),
+        first AS (SELECT * EXCLUDE (age) FROM (FROM versions
+                  QUALIFY row_number() OVER (PARTITION BY record_id ORDER BY valid_from, refresh DESC) = 1) WHERE {named}),
         newest AS (FROM versions WHERE hash <> '{GONE}' QUALIFY row_number() OVER (PARTITION BY record_id ORDER BY age) = 1)
         SELECT {', '.join(f'{v} AS {c}' for c, v in pick.items())} FROM first JOIN newest USING (record_id) ORDER BY record_id""",
         vintage=vintage)
