@@ -214,13 +214,13 @@ def test_set_aside_until_it_can_be_read(servers, tmp_path, monkeypatch):
     "A later refresh asks for changes only; a record that could not be read stays in sight, and a better parser takes it in."
     kinds, registry = servers
     root, days = project(tmp_path, servers), [d.date() for d in pd.date_range('2031-03-01', periods=3)]
-    registry.studies.append(study(700, designModule=dict(phases=['PHASE5'])))
+    registry.studies += [study(700, designModule=dict(phases=['PHASE5'])), study(701, identificationModule=dict(nctId=7))] # one has no number
     try: outs = [live.refresh(root, today=d) for d in days[:2]]
-    finally: registry.studies.pop()
-    assert [o['kinds']['registry']['quarantined'] for o in outs] == [1, 1] and live.exit_code(outs[1]) == 3
+    finally: del registry.studies[-2:]
+    assert [o['kinds']['registry']['quarantined'] for o in outs] == [2, 2] and live.exit_code(outs[1]) == 3
     monkeypatch.setitem(live.registry_v2._PHASE, ('PHASE5',), 'PHASE4')
     out = live.refresh(root, today=days[2])['kinds']['registry']
-    assert (out['new'], out['quarantined']) == (1, 0)
+    assert (out['new'], out['quarantined']) == (1, 1)
 
 def test_short_answer_buries_nothing(servers, calm, tmp_path):
     kinds, _ = servers
