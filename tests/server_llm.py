@@ -31,7 +31,12 @@ BRAINS = dict( # model -> function: request, server -> message
     wrong_schema=lambda body, s: call('submit_portfolio', dict(items=[dict(tumour='lung', when='soon')])),
     learns=lambda body, s: call('submit_portfolio', GOOD if len(body['messages']) > 3 else dict(items=[dict(indication='NSCLC', phase='9')])),
     injected=injected, no_choices=lambda body, s: None, echo=lambda body, s: say(f'your key is {s.keys[-1]}'),
+    odd_calls=lambda body, s: dict(say(None), tool_calls=[dict(id=None, type='function', function=None)]), odd_text=lambda body, s: say([{'text': 5}]),
     text=lambda body, s: say('{"tool": "submit_portfolio", "arguments": ' + json.dumps(GOOD) + '}'), plain=lambda body, s: say('NSCLC II first\nEnjoy!'))
+
+
+_JSON = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n'
+CUT = dict(hangup=b'', cut=_JSON + b'Content-Length: 500\r\n\r\n{"choices": [{"mess', chunked=_JSON + b'Transfer-Encoding: chunked\r\n\r\n13\r\n{"choices": [{"mess')
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -54,13 +59,17 @@ class Handler(BaseHTTPRequestHandler):
         if stalled: s.go_on.wait(60); self.close_connection = True; return
         if model == 'busy' and n < 3: return self.reply(429, dict(error=dict(message='slow down')), Retry_After='0.01')
         if model == 'banned': return self.reply(429, dict(error=dict(message='come back tomorrow')), Retry_After='86400')
+        if model == 'busy_silent' and n < 3: return self.reply(429, dict(error=dict(message='slow down')))
+        if model == 'restarting' and n < 3: return self.reply(500, dict(error='starting'), Retry_After=['0.02', 'soon'][n - 1])
         if model == 'down': return self.reply(500, dict(error=dict(message='oops')))
         if model == 'flaky' and n < 2: return self.reply(503, b'<html>overloaded</html>', Content_Type='text/html')
         if model == 'key': return self.reply(401, dict(error=dict(message=f'Incorrect API key provided: {s.keys[-1]}')))
         if model == 'leaky': return self.reply(400, dict(error=dict(message=f'bad header Authorization: Bearer {s.keys[-1]}')))
         if model == 'html': return self.reply(200, b'<html>welcome</html>', Content_Type='text/html')
-        if model in ('cut', 'hangup'): # ends in the middle of the answer, or before it
-            if model == 'cut': self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"choices": [{"mess')
+        if model == 'hang': s.go_on.wait(2); self.close_connection = True; return
+        if model == 'stream': return self.reply(200, b'data: {"choices": [{"delta": {"content": "NSC', Content_Type='text/event-stream')
+        if model in CUT: # ends in the middle of the answer, or before it
+            self.wfile.write(CUT[model])
             self.wfile.flush(); self.close_connection = True; self.connection.close(); return
         message = s.brains.get(model, s.brains['good'])(body, s)
         finish = 'tool_calls' if message and message.get('tool_calls') else 'stop'
