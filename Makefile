@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data repro refresh full test lab report readme export clean
+.PHONY: help setup data repro refresh full estimate test lab report readme export clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 16
@@ -40,6 +40,9 @@ refresh: data ## ask the five public sources anew and keep what they say in live
 
 full: data ## both scopes and forms, five seeds: many hours, HOURS=3 stops it after three, a later call goes on; reports/full/
 	@python -m clinical_rl.full $(if $(HOURS),--hours $(HOURS))
+
+estimate: data ## what the agents that are enabled in params.yaml would ask, and about what that costs; asks nobody
+	@python -m clinical_rl.agents
 
 test: data ## run all tests
 	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
