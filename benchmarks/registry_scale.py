@@ -12,6 +12,7 @@ pages of 1000, compressed, with their journal. Making it is not counted. Then, e
 """
 import argparse, json, os, random, re, resource, subprocess, sys, tempfile, threading, time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from clinical_rl.core import progress, root, write_json
 from clinical_rl.records import load_programs
 from clinical_rl.sources import registry_v2 as registry
 from clinical_rl.sources.client import Pages
+from clinical_rl.sources.pull import names_of
 from clinical_rl.sources.store import Store
 
 PAGE, FIRST, SECOND = 1000, '2025-01-01', '2025-02-01'
@@ -99,7 +101,7 @@ class Invented:
 def write_refresh(folder, vintage, invented, ks, version=0, since=None):
     "Leave behind what a refresh that asked for everything would."
     pages, n = Pages(folder, vintage), len(ks)
-    asked = registry.questions(None, registry.Ask('', 'all', since=since))['all']
+    asked = registry.questions(None, SimpleNamespace(query='all', page_size=PAGE, since=since))['all']
     stamps, job = pages.job(registry.SOURCE, registry.VERSION), pages.job(registry.SOURCE, 'all')
     at, host = f'{vintage[:10]}T09:00:05', 'http://localhost/v2'
     stamps.add(msgspec.json.encode(dict(dataTimestamp=at)), f'{host}/version', {}, 0, timestamp=at)
@@ -137,7 +139,7 @@ def ours(folder, vintage, store, workers):
 def plain(folder, vintage, store, workers):
     "The same the plain way."
     programs, rows = the_programs(), []
-    names = {n.lower(): p.drug for p in programs.itertuples() for n in registry.names_of(p)}
+    names = {n.lower(): p.drug for p in programs.itertuples() for n in names_of(p)}
     pattern = re.compile(r'\b(' + '|'.join(sorted(map(re.escape, names), key=len, reverse=True)) + r')\b', re.I)
     for _, body in Pages(folder, vintage).job(registry.SOURCE, 'all').bodies():
         for s in json.loads(body)['studies']:

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LOW', 'HIGH', 'LAG', 'MODELS', 'METHODS', 'COUNTS', 'NOTHING', 'READS', 'calibrator', 'frequency', 'class_prior',
            'profiles', 'neighbours', 'nearest', 'sample_rows', 'undo_sampling', 'design', 'logistic', 'boosting',
-           'average', 'last_items', 'grid', 'pair_f1', 'decode', 'fitted', 'tune', 'run', 'out_of_fold', 'forward',
-           'open_blocks', 'run_job', 'fit_job']
+           'average', 'log_loss', 'last_items', 'grid', 'pair_f1', 'decode', 'fitted', 'tune', 'run', 'out_of_fold',
+           'forward', 'open_blocks', 'run_job', 'fit_job']
 
 # %% ../nbs/13_baselines.ipynb #c003
 import itertools
@@ -14,10 +14,6 @@ from functools import lru_cache, partial
 
 import numpy as np
 import pandas as pd
-from sklearn.ensemble import HistGradientBoostingClassifier
-from sklearn.isotonic import IsotonicRegression
-from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GroupKFold
 
 from . import core, decoding, gate
 from .episodes import ITEM
@@ -31,6 +27,7 @@ def calibrator(
     y,     # items of each
 ): # function: scores -> probabilities
     "Rising step function from scores to the chance that the pair occurs."
+    from sklearn.isotonic import IsotonicRegression # here and below: most who import this module need no scikit-learn, which takes seconds
     iso = IsotonicRegression(y_min=LOW, y_max=HIGH, out_of_bounds='clip').fit(np.ravel(score).astype(float), np.ravel(y) > 0)
     return lambda s: np.clip(iso.predict(np.ravel(s).astype(float)).reshape(np.shape(s)), LOW, HIGH)
 
@@ -135,6 +132,7 @@ def logistic(
     seed=0,
 ): # function: places -> probabilities
     "L2-penalised logistic regression on standardised features."
+    from sklearn.linear_model import LogisticRegression
     X, y = _flat(block, fit); keep, share = sample_rows(y, setting['negatives'], seed)
     D = design(X[keep], block.columns)
     mean, sd = D.mean(0), D.std(0); sd[sd < 1e-9] = 1
@@ -150,6 +148,7 @@ def boosting(
     seed=0,
 ): # function: places -> probabilities
     "Gradient-boosted trees on the raw features."
+    from sklearn.ensemble import HistGradientBoostingClassifier
     X, y = _flat(block, fit); keep, share = sample_rows(y, setting['negatives'], seed)
     knobs = {k: setting[k] for k in ('learning_rate', 'max_iter', 'max_leaf_nodes', 'min_samples_leaf')}
     model = HistGradientBoostingClassifier(early_stopping=False, random_state=seed, **knobs).fit(X[keep], y[keep])
@@ -163,6 +162,14 @@ def average(
     "Mean of the probabilities of the logistic and the boosted classifier."
     parts = [f(block, fit, setting, seed) for f in (logistic, boosting)]
     return lambda rows: np.mean([predict(rows) for predict in parts], axis=0)
+
+def log_loss(
+    p, # (rows, candidates) probabilities
+    y, # (rows, candidates) items
+) -> np.ndarray: # nats a window
+    "Negative log-likelihood of each window over all its candidates."
+    p, y = np.clip(np.asarray(p, float), LOW, HIGH), np.asarray(y) > 0
+    return -np.where(y, np.log(p), np.log1p(-p)).sum(1)
 
 # %% ../nbs/13_baselines.ipynb #c023
 def last_items(
@@ -208,12 +215,13 @@ def fitted(
     setting,  # its setting
     fit=None, # places to fit on; default: the training windows
     seed=0, min_items=1, floor=0.002,
-): # function: places -> (items, item_probs)
+): # function: places -> (items, item_probs, (places, candidates) probabilities: none of a rule)
     "Fit one method with one setting."
-    if method == 'empty': return lambda rows: ([[] for _ in rows], [[] for _ in rows])
-    if method == 'last_window': return lambda rows: (last_items(block, rows, setting), [[] for _ in rows])
+    if method not in MODELS:
+        rule = (lambda rows: [[] for _ in rows]) if method == 'empty' else partial(last_items, block, setting=setting)
+        return lambda rows: (rule(rows), [[] for _ in rows], np.empty((0, len(block.pairs))))
     predict = MODELS[method](block, block.rows('train', empty=False) if fit is None else fit, setting, seed)
-    return lambda rows: decode(block, rows, predict(rows), min_items, floor)
+    return lambda rows: (*decode(block, rows, P := predict(rows), min_items, floor), P)
 
 def tune(
     method, block,
@@ -234,7 +242,7 @@ def run(
     method, block, scope, split,
     section,  # params.baselines.<method> as a dict
     seed=0, min_items=1, floor=0.002,
-) -> tuple: # predictions (rows of the prediction schema), tuning table
+) -> tuple: # predictions (rows of the prediction schema), tuning table, probabilities of all candidates (none of a rule)
     "Tune on validation, then predict validation and test windows, empty ones too."
     if method not in METHODS: raise core.ParamError(f"baseline '{method}' is unknown; choose one of {', '.join(METHODS)}")
     for h in section.get('half_life_months', []): # a typo in params is named here, not deep inside
@@ -243,10 +251,10 @@ def run(
                                   'take values of features.half_lives_months other than the first')
     tuned, best = tune(method, block, grid(section), seed, min_items, floor)
     rows = np.sort(np.r_[block.rows('val'), block.rows('test')])
-    items, probs = best(rows)
+    items, probs, P = best(rows)
     df = decoding.prediction_frame(block.windows.episode_id.iloc[rows], items, probs, scope=scope, split=split, method=method,
                                    seed=seed, decoding='expected_f1' if method in MODELS else 'rule')
-    return df, tuned.assign(scope=scope, split=split, method=method)
+    return df, tuned.assign(scope=scope, split=split, method=method), P
 
 # %% ../nbs/13_baselines.ipynb #c034
 def _training(windows): return ((windows.part == 'train') & ~windows['empty'].astype(bool)).to_numpy()
@@ -256,6 +264,7 @@ def out_of_fold(
     folds,   # number of folds
 ) -> list: # fits, one a fold
     "Each training window is predicted once, by a model that has seen nothing of its program."
+    from sklearn.model_selection import GroupKFold
     train = np.flatnonzero(_training(windows)); program = windows.program.to_numpy()[train]
     if (n := len(set(program))) < folds:
         raise core.DataError(f'{n} training programs do not fill {folds} folds; lower items.folds in params.yaml to {n} or less')

@@ -452,6 +452,7 @@ class Params(_P):
                                   for k, of, ys in (('splits', 'features.splits', self.features.splits), ('scopes', 'episodes.scopes', self.episodes.scopes))),
                                 *((f'agents.{k}', getattr(self.agents, k), f'policies.items.{k}', getattr(self.policies.items, k)) for k in ('scopes', 'splits')),
                                 ('agents.enabled', self.agents.enabled, 'agents.models', list(self.agents.models)),
+                                ('stage anchor', ['average'], 'baselines.methods', self.baselines.methods),
                                 ('stage agents', ['frequency'], 'baselines.methods', self.baselines.methods),
                                 ('probes.baseline', [self.probes.baseline], 'baselines.methods', self.baselines.methods)):
             if gone := [x for x in xs if x not in ys]: raise ValueError(f'{key} names {gone[0]!r}, which {of} does not; add it there')

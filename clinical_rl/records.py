@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'REGISTRY_PHASES', 'STATUSES', 'FORMS', 'DESIGNATIONS', 'VALUES', 'UNIQUE', 'DRUG_COLUMNS', 'SCHEMAS',
-           'end_of', 'columns', 'validate', 'load_programs', 'code_trials', 'Records', 'example']
+           'end_of', 'columns', 'parsed', 'frame', 'validate', 'load_programs', 'code_trials', 'Records', 'example']
 
 # %% ../nbs/02_records.ipynb #c002
 from dataclasses import dataclass, fields, replace
@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pandera.pandas as pa
+import pyarrow
 from pandera.errors import SchemaError
 
 from . import vocab
@@ -140,6 +141,25 @@ def columns(
     return pd.DataFrame(rows, columns=['name', 'type', 'unit', 'missing', 'why'])
 
 # %% ../nbs/02_records.ipynb #c012
+_ARROW = dict(str=pyarrow.string(), date=pyarrow.timestamp('us'), int=pyarrow.int64(), float=pyarrow.float64(), bool=pyarrow.bool_())
+
+def parsed(
+    kind:str, # one of `KINDS`
+) -> pyarrow.Schema: # names and types, in declared order
+    "The columns of a kind that a parse gives."
+    return pyarrow.schema([(c.name, _ARROW[c.type]) for c in columns(kind).itertuples()
+                           if c.missing != '+' and c.name != 'public_date'])
+
+def frame(
+    table:pyarrow.Table, # columns of `parsed`, and perhaps others
+    kind:str,            # one of `KINDS`
+) -> pd.DataFrame: # in declared types
+    "Arrow rows as pandas has them."
+    df = table.to_pandas(types_mapper={pyarrow.bool_(): pd.BooleanDtype()}.get) # only pandas' own boolean can be missing
+    sure = columns(kind).query("type == 'bool' and missing == '!'").name
+    return df.astype(dict.fromkeys(sure, 'bool'))
+
+# %% ../nbs/02_records.ipynb #c015
 REGISTRY_PHASES = ('EARLY_PHASE1', 'PHASE1', 'PHASE1|PHASE2', 'PHASE2', 'PHASE2|PHASE3', 'PHASE3', 'PHASE4', 'NA')
 STATUSES = ('NOT_YET_RECRUITING', 'RECRUITING', 'ENROLLING_BY_INVITATION', 'ACTIVE_NOT_RECRUITING', 'COMPLETED', 'SUSPENDED',
             'TERMINATED', 'WITHDRAWN', 'UNKNOWN', 'AVAILABLE', 'NO_LONGER_AVAILABLE', 'TEMPORARILY_NOT_AVAILABLE',
@@ -165,7 +185,7 @@ VALUES = {
 UNIQUE = {'programs': 'drug'} # every other table: record_id
 DRUG_COLUMNS = ('drug', 'drugs', 'own') # hold names of programs
 
-# %% ../nbs/02_records.ipynb #c014
+# %% ../nbs/02_records.ipynb #c017
 _DTYPES = dict(str='str', date='datetime64[us]', int='int64', float='float64', bool='bool')
 def _dtype(c): # only pandas' own boolean can be missing
     return 'boolean' if (c.type, c.missing) == ('bool', '?') else _DTYPES[c.type]
@@ -188,7 +208,7 @@ def _schema(kind):
 
 SCHEMAS = {k: _schema(k) for k in (*KINDS, 'programs')}
 
-# %% ../nbs/02_records.ipynb #c017
+# %% ../nbs/02_records.ipynb #c020
 def _remedy(file):
     "What to do about a broken table, by where it lies."
     made = 'out' in Path(file).parts
@@ -268,7 +288,7 @@ def validate(
                                 'add it to programs.csv or correct the row')
     return df
 
-# %% ../nbs/02_records.ipynb #c022
+# %% ../nbs/02_records.ipynb #c025
 def load_programs(
     path, # programs.csv
 ) -> pd.DataFrame: # one row a program
@@ -280,7 +300,7 @@ def load_programs(
         raise DataError(f'{path} is damaged ({str(e).splitlines()[0][:80]}); restore it with `{RESTORE}`') from None
     return validate(df, 'programs', path)
 
-# %% ../nbs/02_records.ipynb #c024
+# %% ../nbs/02_records.ipynb #c027
 def code_trials(
     registry:pd.DataFrame, # fact columns
 ) -> pd.DataFrame: # with indications, phase_code, line, regimen, own, sponsor_known, usable
@@ -298,7 +318,7 @@ def code_trials(
         sponsor_known=[lead is not None or any(o is not None for o in x.values()) for lead, x in zip(r.lead_sponsor, own)])
     return out.assign(usable=out.phase_code.notna() & out.indications.notna())
 
-# %% ../nbs/02_records.ipynb #c027
+# %% ../nbs/02_records.ipynb #c030
 @dataclass
 class Records:
     "The five tables and the programs."
@@ -336,7 +356,7 @@ class Records:
         for k, df in checked.items(): write_parquet(df, folder/f'{k}.parquet')
         write_csv(validate(self.programs, 'programs', 'programs.csv'), folder/'programs.csv')
 
-# %% ../nbs/02_records.ipynb #c029
+# %% ../nbs/02_records.ipynb #c032
 def example() -> Records: # one program, one row a kind
     "A tiny `Records`, for tests and for reading."
     def row(kind, day, public, basis, **values):

@@ -153,7 +153,8 @@ def fit(
         epoch, b, idx = order[step]
         if b == 0 and epoch - 1 - state['best_epoch'] >= cfg.patience: break
         drawn = random() # as it was before this step's dropout
-        policy.model.train(); opt.zero_grad(set_to_none=True)
+        if not policy.model.training: policy.model.train() # walks through every module
+        opt.zero_grad(set_to_none=True)
         for g in opt.param_groups: g['lr'] = learning_rate(step, len(order), cfg.lr, cfg.warmup)
         batch = [train[i] for i in idx]
         loss = step_loss(policy, batch, np.asarray(weights)[idx], backward=True)

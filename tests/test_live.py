@@ -1,5 +1,5 @@
 "A whole refresh over local servers that speak the five APIs: from an empty folder to the tables that the pipeline reads."
-import multiprocessing, os, random, shutil, signal, subprocess, sys, time, zipfile
+import json, multiprocessing, os, random, re, shutil, signal, subprocess, sys, time, zipfile
 
 import pandas as pd
 import pytest
@@ -114,6 +114,42 @@ def test_narrower_questions_bury_nothing(servers, calm, tmp_path):
     out = live.refresh(project(tmp_path, servers, epidemiology=s), today=later(9)) # the wide one is gone on with, dated anew
     assert out['done'] and out['vintage'] == str(later(9)) and str(later(0)) not in set(live.vintages(root/'live').vintage)
 
+def asked_all(registry): # was the registry asked for everything, or for changes only?
+    asked = [x for x in registry.asked if '/studies?' in x]
+    assert asked and len({'LastUpdatePostDate' in x for x in asked}) == 1
+    return 'LastUpdatePostDate' not in asked[0]
+
+def test_each_kind_has_its_own_question(servers, tmp_path):
+    "Another file of statistics leaves the other kinds incremental, with tombstones; another query concerns the registry alone."
+    kinds, registry = servers
+    day, changes = pd.Timestamp('2031-03-01'), [{}, dict(epidemiology=dict(file=f'{kinds.url}/uscs.zip?year=2030'))]
+    changes.append(changes[1] | dict(registry=ingest(*servers)['registry'] | dict(query='oncology')))
+    seen = []
+    for n, change in enumerate(changes):
+        registry.asked.clear()
+        out = live.refresh(project(tmp_path, servers, **change), today=(day + pd.Timedelta(days=n)).date())
+        assert out['done'] and not any(v['gone'] for v in out['kinds'].values())
+        complete = store.Store(tmp_path/'live'/'store').changes(out['vintage']).set_index('kind').complete
+        seen.append((asked_all(registry), *complete[['registry', 'approvals', 'epidemiology']]))
+    assert seen == [(True, True, True, True), (False, False, True, False), (True, False, True, False)]
+    registry.asked.clear()
+    params = core.load_params(tmp_path/'params.yaml')
+    fewer = params.model_copy(update=dict(ingest=params.ingest.model_copy(update=dict(kinds=['registry', 'approvals']))))
+    assert live.tables(tmp_path, fewer)[1]['vintage'] == out['vintage'] and not registry.asked # of a vintage that asked for more
+
+def test_vintage_of_an_earlier_version(servers, tmp_path):
+    "One digest for all kinds: read, compared with none of today's, and not parsed anew."
+    root, day = project(tmp_path, servers), pd.Timestamp('2031-03-01')
+    live.refresh(root, today=day.date())
+    state = root/'live'/'vintages'/f'{day:%F}.json'
+    state.write_text(json.dumps(json.loads(state.read_text()) | dict(asked='0123456789ab')))
+    with pytest.raises(DataError, match=r'other programs or settings \(registry, approvals.*or refresh'): live.refresh(root, reparse=f'{day:%F}')
+    servers[1].asked.clear()
+    out = live.refresh(root, today=(day + pd.Timedelta(days=1)).date())
+    assert out['done'] and asked_all(servers[1]) and [v['same'] for v in out['kinds'].values()] == [v['fetched'] for v in out['kinds'].values()]
+    kept = store.Store(root/'live'/'store')
+    assert not kept.changes(out['vintage']).complete.any() and '2031-03-01 ' in cli(root, '--list').stdout
+
 def test_resumed_on_a_later_day(servers, tmp_path):
     "What came after the interruption was not public before it."
     kinds, registry = servers
@@ -178,13 +214,13 @@ def test_set_aside_until_it_can_be_read(servers, tmp_path, monkeypatch):
     "A later refresh asks for changes only; a record that could not be read stays in sight, and a better parser takes it in."
     kinds, registry = servers
     root, days = project(tmp_path, servers), [d.date() for d in pd.date_range('2031-03-01', periods=3)]
-    registry.studies.append(study(700, designModule=dict(phases=['PHASE5'])))
+    registry.studies += [study(700, designModule=dict(phases=['PHASE5'])), study(701, identificationModule=dict(nctId=7))] # one has no number
     try: outs = [live.refresh(root, today=d) for d in days[:2]]
-    finally: registry.studies.pop()
-    assert [o['kinds']['registry']['quarantined'] for o in outs] == [1, 1] and live.exit_code(outs[1]) == 3
+    finally: del registry.studies[-2:]
+    assert [o['kinds']['registry']['quarantined'] for o in outs] == [2, 2] and live.exit_code(outs[1]) == 3
     monkeypatch.setitem(live.registry_v2._PHASE, ('PHASE5',), 'PHASE4')
     out = live.refresh(root, today=days[2])['kinds']['registry']
-    assert (out['new'], out['quarantined']) == (1, 0)
+    assert (out['new'], out['quarantined']) == (1, 1)
 
 def test_short_answer_buries_nothing(servers, calm, tmp_path):
     kinds, _ = servers
@@ -204,6 +240,18 @@ def test_file_put_in_again(servers, tmp_path):
     assert 'error' in live.refresh(root)['kinds']['epidemiology']
     (root/'live'/'import'/'USCS.zip').write_bytes(archive())
     assert live.refresh(root)['done']
+
+def test_file_is_read_once(servers, tmp_path):
+    "A refresh that is gone on with does not ask again for a file that it has read."
+    kinds, _ = servers
+    root = project(tmp_path, servers, epidemiology=dict(file='USCS.zip'))
+    (file := root/'live'/'import'/'USCS.zip').parent.mkdir(parents=True)
+    file.write_bytes(archive())
+    kinds.faults += [('/fda', 404)]*60
+    assert not live.refresh(root)['done']
+    kinds.faults.clear(); file.unlink()
+    out = live.refresh(root)
+    assert out['done'] and out['kinds']['epidemiology']['fetched'] == 16
 
 def test_pipeline_reads_a_finished_vintage_only(servers, tmp_path):
     kinds, registry = servers
@@ -228,6 +276,20 @@ def test_filed_in_the_future(servers, tmp_path):
     out = live.refresh(root, today=pd.Timestamp('2031-03-01').date())
     q = Quarantine(root/'live', out['vintage'], ()).records()
     assert q.source.tolist() == ['filings'] and q.reason[0] == 'dated 2099-05-20, after the refresh'
+
+def test_trial_of_the_future(servers, tmp_path):
+    "Set aside once, with all its versions."
+    _, registry = servers
+    late = study(700, '2031-03-20', statusModule=dict(studyFirstPostDateStruct=dict(date='2031-03-20')))
+    late['protocolSection']['identificationModule']['briefTitle'] = 'Nivolumab and what comes'
+    registry.studies.append(late)
+    registry.history = {nct(late): [(d, late) for d in ('2031-01-01', '2031-02-01')]}
+    s = ingest(*servers)['registry'] | dict(history='all')
+    try: out = live.refresh(project(tmp_path, servers, registry=s), today=pd.Timestamp('2031-03-01').date())
+    finally: registry.studies.pop(); registry.history = {}
+    q = Quarantine(tmp_path/'live', out['vintage'], ()).records()
+    assert q[['record', 'reason']].values.tolist() == [[f'reg:{nct(late)}', 'dated 2031-03-20, after the refresh']]
+    assert nct(late) not in set(store.Store(tmp_path/'live'/'store').latest('registry').nct_id)
 
 def test_a_bug_in_one_connector(servers, tmp_path, monkeypatch):
     "The other kinds go on, the run says where it broke."
@@ -262,23 +324,65 @@ def test_a_kind_that_fails(servers, tmp_path, capsys):
     out = live.refresh(root)
     assert out['done'] and not kinds.asked and not registry.asked and len(live.vintages(root/'live')) == 1
 
-def _die(root, at): # in a child
-    def kill(*_): os.kill(os.getpid(), signal.SIGKILL)
-    signal.signal(signal.SIGALRM, kill); signal.setitimer(signal.ITIMER_REAL, at)
-    live.refresh(root)
+DAY = pd.Timestamp('2031-03-01').date() # after all invented dates
 
-def test_killed_and_gone_on_with(servers, calm, tmp_path):
-    root, rng, start, died = project(tmp_path, servers), random.Random(1), time.time(), 0
-    live.refresh(project(tmp_path/'time', servers)); took = time.time() - start
-    for i in range(8):
-        p = multiprocessing.get_context('fork').Process(target=_die, args=(root, took*rng.uniform(.02, .5)))
-        p.start(); p.join()
+def made(root): # all that a refresh leaves but its journals, which hold times: path -> bytes
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted((root/'live').rglob('*'))
+            if p.is_file() and p.name not in ('lock', '.lock') and 'jobs' not in p.parts}
+
+def test_killed_and_gone_on_with(servers, tmp_path):
+    "Kill -9 at 20 random points of a whole refresh, one after the other; whenever one gets to its end, all is as if nothing had been."
+    small = dict(programs=['imatinib', 'nivolumab'])
+    calm, start = project(tmp_path/'calm', servers, **small), time.time()
+    live.refresh(calm, today=DAY)
+    took, rng, killed, done, root = time.time() - start, random.Random(1), 0, 0, project(tmp_path/'0', servers, **small)
+    while killed < 20:
+        p = multiprocessing.get_context('fork').Process(target=live.refresh, args=(root,), kwargs=dict(today=DAY))
+        p.start(); p.join(took*rng.uniform(.02, 1)); p.kill(); p.join()
         assert p.exitcode in (0, -signal.SIGKILL)
-        died += p.exitcode != 0
-        if p.exitcode == 0: break
-    assert died >= 3
-    assert live.refresh(root)['done'] and len(live.vintages(root/'live')) <= 2
-    assert contents(root) == contents(calm[0])
+        killed += p.exitcode != 0
+        if p.exitcode == 0:
+            assert made(root) == made(calm)
+            root = project(tmp_path/str(done := done + 1), servers, **small)
+    assert live.refresh(root, today=DAY)['done'] and made(root) == made(calm)
+
+FULL = ''' # in a namespace of its own: a disk of so many pages, a refresh until it is full, a larger disk, the refresh again
+import json, subprocess, sys
+from pathlib import Path
+from test_live import DAY, live, made, project, store
+from clinical_rl.core import DataError
+root, out, pages = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+def mount(*options):
+    if subprocess.run(['mount', *options, root/'live'], capture_output=True).returncode: sys.exit(77)
+mount('-t', 'tmpfs', '-o', f'size={4096*pages}', 'tmpfs')
+try: said = [v['error'] for v in live.refresh(root, today=DAY)['kinds'].values() if 'error' in v]
+except DataError as e: said = [str(e)]
+half = [p.name for p in (root/'live').rglob('*.tmp')]
+store.Store(root/'live'/'store').check()
+mount('-o', 'remount,size=64m')
+done = live.refresh(root, today=DAY)['done']
+for name, body in made(root).items():
+    (out/name).parent.mkdir(parents=True, exist_ok=True); (out/name).write_bytes(body)
+print(json.dumps(dict(said=said, half=half, done=done)))
+'''
+
+@pytest.mark.parametrize('share', [.1, .6, .97])
+def test_full_disk(share, servers, tmp_path):
+    "A real one: one line an error, with the file and the remedy; nothing half-written; with more space it goes on to the same end."
+    calm = project(tmp_path/'calm', servers, programs=['imatinib', 'nivolumab'])
+    live.refresh(calm, today=DAY)
+    need = sum(-(-p.stat().st_size//4096) for p in (calm/'live').rglob('*') if p.is_file())
+    root, saved = project(tmp_path/'full', servers, programs=['imatinib', 'nivolumab']), tmp_path/'saved'
+    (root/'live').mkdir()
+    env = dict(PYTHONPATH=f'{ROOT}:{ROOT/"tests"}')
+    try: r = run(root, 'unshare', '--map-root-user', '--mount', sys.executable, '-c', FULL, root, saved, int(share*need), **env)
+    except FileNotFoundError: pytest.skip('no unshare here')
+    if 'unshare' in r.stderr or r.returncode == 77: pytest.skip('no disk can be mounted here')
+    assert r.returncode == 0, r.stderr[-3000:]
+    out = json.loads(r.stdout.splitlines()[-1])
+    assert out['said'] and not out['half'] and out['done']
+    for line in out['said']: assert re.search(r'cannot write /.*/live/\S+: No space left on device; free some space', line) and '\n' not in line
+    assert made(calm) == {f'live/{p.relative_to(saved/"live")}': p.read_bytes() for p in sorted(saved.rglob('*')) if p.is_file()}
 
 def test_two_at_once(servers, calm, tmp_path):
     root = project(tmp_path, servers); shutil.copytree(calm[0]/'live', root/'live')
@@ -320,17 +424,28 @@ def test_command_line(servers, calm, tmp_path):
     assert r.returncode == 1 and 'no vintage 2001-01-01' in r.stderr
 
 def test_pipeline_reads_it(servers, tmp_path):
-    "ingest.source: live and `dvc repro`: the store is filled, the next stages read it, and a second repro does nothing."
+    """ingest.source: live and `dvc repro`: the store is filled, the next stages read it, and a second repro does nothing.
+    Back to the embedded tables: they are there again, and live's are gone."""
     root = copy_project(tmp_path/'p')
-    raw = yaml.safe_load((root/'params.yaml').read_text()) | dict(ingest=ingest(*servers, programs='all'))
-    (root/'params.yaml').write_text(yaml.safe_dump(raw))
-    r = run(root, 'dvc', 'repro', 'ingest', OPENFDA_API_KEY=KEY)
+    labels = pd.read_csv(root/'data'/'labels.csv', dtype=str)
+    few = core.read_parquet(root/'data'/'registry.parquet').query('nct_id in @labels.nct_id')
+    core.write_parquet(few, root/'data'/'registry.parquet')
+    def repro(**ingest):
+        raw = yaml.safe_load((root/'params.yaml').read_text())
+        (root/'params.yaml').write_text(yaml.safe_dump(raw | dict(ingest=raw['ingest'] | ingest)))
+        r = run(root, 'dvc', 'repro', 'ingest', OPENFDA_API_KEY=KEY)
+        assert r.returncode == 0, r.stdout[-2000:] + r.stderr[-2000:]
+        return r
+    r = repro(**ingest(*servers, programs='all'))
     holds = [p for top in ('.dvc', 'out', 'live', 'dvc.lock') for p in [root/top, *(root/top).rglob('*')] if p.is_file() and KEY.encode() in p.read_bytes()]
     assert not holds and KEY not in r.stdout + r.stderr
-    assert r.returncode == 0, r.stdout[-2000:] + r.stderr[-2000:]
     df = core.read_parquet(root/'out/records/registry.parquet')
     assert df.source.str.startswith('ctgov_v2@').all() and df.usable.any()
     assert (root/'live'/'store').exists() and run(root, 'git', 'status', '--porcelain', 'live').stdout == ''
     servers[0].asked.clear()
-    again = run(root, 'dvc', 'repro', 'ingest')
-    assert 'Running stage' not in again.stdout and not servers[0].asked
+    assert 'Running stage' not in repro().stdout and not servers[0].asked
+    repro(source='embedded')
+    assert [p.name for p in (root/'out/facts').iterdir()] == ['origin.json']
+    want = gate.prepare(records.Records.load(root/'data', core.load_params(root/'params.yaml').data.snapshot))
+    for kind, df in want.items():
+        pd.testing.assert_frame_equal(core.read_parquet(root/'out/records'/f'{kind}.parquet'), records.validate(df, kind, 'here'))

@@ -21,7 +21,7 @@ TINY = { # dotted key of params.yaml -> value: a few programs, a few steps, one 
     'tools.embedding.max_tokens': 8, 'tools.recall.questions': 20, 'tools.recall.dates': ['2016-02-01'],
     'agents.local.windows': 2, 'agents.local.shots': [0], 'agents.local.max_tokens': 16, 'probes.windows': 4, 'probes.max_items': 2, 'probes.trials': 1,
 }
-MADE = ['out/notebooks', 'out/predictions', 'out/adapters', 'out/items', 'out/select', 'out/anchors', 'out/weights', 'out/records', 'out/episodes', 'out/index', 'out/agents', 'out/probes', 'reports']
+MADE = ['out/notebooks', 'out/predictions', 'out/forecasts', 'out/adapters', 'out/items', 'out/select', 'out/anchors', 'out/weights', 'out/records', 'out/episodes', 'out/index', 'out/agents', 'out/probes', 'reports']
 
 def set_params(root, **changes):
     "Change values of params.yaml by dotted key, keeping the rest."

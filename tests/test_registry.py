@@ -1,5 +1,6 @@
 """The live registry against a local one that speaks its API: whatever happens on the way, the table is the same"""
 import gzip, json, multiprocessing, os, random, signal, time
+from types import SimpleNamespace as NS
 
 import pandas as pd
 import pytest
@@ -19,10 +20,12 @@ PROGRAMS = pd.DataFrame([
     columns=['drug', 'brand', 'synonyms', 'modality', 'target', 'drug_class', 'parent', 'sponsors']).astype('str')
 DAY = '2025-08-29'
 
+def asking(server, **more): # params of a fetch
+    return NS(**dict(url=server.host, query='all', page_size=10, since=None, history='none', workers=1) | more)
+
 def get(server, folder, vintage=DAY, **ask):
     "Fetch and parse all; returns pages, table and quarantine."
-    ask = v2.Ask(server.host, **dict(query='all', page_size=10) | ask)
-    with client() as c: v2.fetch(c, pages := Pages(folder, vintage), PROGRAMS, ask)
+    with client() as c: v2.fetch(c, pages := Pages(folder, vintage), PROGRAMS, asking(server, **ask))
     q = Quarantine(folder, vintage)
     return pages, v2.parse(pages, PROGRAMS, q, named_only=False), q
 
@@ -39,11 +42,10 @@ def test_all_of_it(calm, tmp_path):
         assert agent.startswith('clinical_rl/') and 'ada@lab.org' in agent
         assert sum('countTotal' in x for x in s.asked) == 1 and all('pageSize=10' in x for x in s.asked if '/studies' in x)
         n = len(s.asked)
-        with client() as c: v2.fetch(c, pages, PROGRAMS, v2.Ask(s.host, 'all', 10))
+        with client() as c: v2.fetch(c, pages, PROGRAMS, asking(s))
         assert len(s.asked) == n # nothing is asked twice
     same(t, calm)
-    columns = records.columns('registry').query("missing != '+' and name != 'public_date'").name
-    assert len(t) == 55 and not q.n and list(t) == list(columns)
+    assert len(t) == 55 and not q.n and list(t) == records.parsed('registry').names
     r = v2.reconcile(pages)
     assert r.values.tolist() == [['all', 55, 55, 55, '']]
     assert t.source.eq(f'ctgov_v2@{DAY}').all() and t.vintage.eq(pd.Timestamp(DAY)).all()
@@ -267,7 +269,7 @@ def test_killed_at_any_point(calm, tmp_path):
     rng, killed = random.Random(4), 0
     with serve(map(study, range(55))) as s:
         s.pause, s.repeat, s.empty = .004, 1, {10, 30}
-        ask = v2.Ask(s.host, 'all', 1)
+        ask = asking(s, page_size=1)
         begin = lambda: ctx.Process(target=fetch, args=(tmp_path, DAY, PROGRAMS, ask))
         while killed < 20:
             before = len(s.asked)

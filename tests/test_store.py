@@ -47,15 +47,18 @@ def refreshes(world, plan):
             elif r['truth'][day] is not None and (complete or (i + day) % 2): rows.append((i, None, r['truth'][day]))
         if rows: yield day, complete, rows
 
-def reference(world, plan, t):
-    "Every row of every refresh kept; by record the newest up to t, else the first if it was public."
+def told(world, plan): # record -> (day, number of the refresh, content) of every row of every refresh
     events = {}
     for n, (day, complete, rows) in enumerate(refreshes(world, plan)):
         for i, begun, content in rows: events.setdefault(i, []).append((day if begun is None else begun, n, content))
         for i in set(events) - {i for i, _, _ in rows} if complete else ():
             events[i].append((day, n, None))
+    return events
+
+def reference(world, plan, t):
+    "By record the newest up to t, else the first if it was public."
     out = {}
-    for i, es in events.items():
+    for i, es in told(world, plan).items():
         past, ahead = [e for e in es if e[0] <= t], [e for e in es if e[0] > t]
         if past: content, exact = max(past, key=lambda e: e[:2])[2], True
         else: content, exact = min(ahead, key=lambda e: (e[0], -e[1]))[2], False
@@ -79,6 +82,9 @@ def test_equals_a_plain_reference(tmp_path_factory, world, plan, t):
         of = s.as_of('registry', DAY[t], name)
         assert {r.record_id: (r.title, r.drugs, r.exact) for r in of.itertuples()} == {
             k: v for k, v in want.items() if v[1] and name in v[1].split('|')}
+    flat = s._flat('registry', NAMES, '9999-12-31').to_pandas() # what `export` gives of one kind
+    first = {i: min(es, key=lambda e: (e[0], -e[1]))[2] for i, es in told(world, plan).items()}
+    assert {r.record_id: (r.title, r.drugs) for r in flat.itertuples()} == {f'reg:{i}': c for i, c in first.items() if c[1]}
     s.close()
 
 # --- the gate

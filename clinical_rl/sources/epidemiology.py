@@ -13,7 +13,7 @@ import pandas as pd
 
 from .. import vocab
 from ..core import DataError
-from ..records import columns, end_of
+from ..records import end_of, parsed
 from . import pull
 from .pull import Unparsable, field, import_file, reconciled, tally
 
@@ -37,7 +37,7 @@ def normalize(
     out = df.assign(record_id='epi:' + pd.Series([':'.join(x) for x in zip(*key)], index=df.index), kind='epidemiology',
                     event_date=end_of(df.year.astype('str')),
                     date_basis=df.country.map(_BASIS), indication=df.site.map(names))
-    return out[[c for c in columns('epidemiology').name if c in out]]
+    return out[parsed('epidemiology').names]
 
 # %% ../../nbs/sources/05_epidemiology.ipynb #c009
 USCS = ('fetch the archive of all tables in delimited ASCII (USCS-1999-<year>-ASCII.zip) from '

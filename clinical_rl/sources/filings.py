@@ -14,10 +14,10 @@ import pandas as pd
 
 from .. import vocab
 from ..core import DataError, progress
-from ..records import FORMS, columns, end_of
+from ..records import FORMS, end_of, parsed
 from . import client as _client, pull
 from .client import HttpError, Pages
-from .pull import Unparsable, ask, day, field, finder, mentions, no_rows, reconciled, tally
+from .pull import Names, Unparsable, ask, day, field, no_rows, reconciled, tally
 
 # %% ../../nbs/sources/03_filings.ipynb #c005
 FILERS = {
@@ -96,7 +96,7 @@ def normalize(
     df['date_basis'], df['event_date'] = _basis(df.form, df.filed_date, df.period_end, df.accession)
     df = df.assign(kind='filings', record_id='fil:' + df.accession + ':' + df.form.str.replace(' ', ''))
     df = df.sort_values(['company', 'event_date', 'record_id'], ignore_index=True)
-    return df[[c for c in columns('filings').name if c in df]]
+    return df[parsed('filings').names]
 
 # %% ../../nbs/sources/03_filings.ipynb #c012
 CIKS = { # canonical sponsor: filer as the table names it, CIK
@@ -240,7 +240,7 @@ def _row(f, company, cik, ticker, said, source):
     end = end and day(end)
     numbers = {k: _of_period(v, form.removesuffix('/A'), end) for (k, a), v in said.items() if a == accession}
     rd = numbers.get('rd_expense_usd')
-    filed_date = max(days, key=lambda d: end_of([d])[0]) # a month counts at its end
+    filed_date = max(days, key=lambda d: f'{d}-31'[:10]) # a month counts at its end
     row = dict(company=company, ticker=ticker, cik=str(cik), form=form, filed_date=filed_date, period_end=end, source=source,
                accession_or_source_id=accession, rd_period_start=rd and rd['start'])
     return row | {k: v and str(float(v['val'])) for k, v in numbers.items()}
@@ -254,7 +254,7 @@ def parse(
     quarantine,            # takes what cannot be read
 ) -> pd.DataFrame: # `filings` table without public_date
     "Filings of all companies."
-    find, rows = finder(programs), {}
+    find, rows = Names(programs), {}
     known = {int(k): v for k, v in _filers(pages)['filers'].items()}
     for cik, company in sorted(known.items()):
         job = pages.job('filings', f'CIK{cik:010d}')
@@ -263,7 +263,7 @@ def parse(
             at = dict(url=line['url'], sha256=line['sha256'])
             try:
                 if line['part'] == 'text':
-                    named[line['accession']] = '; '.join(f'{d}:{n}' for d, n in mentions(plain(body), find).items())
+                    named[line['accession']] = '; '.join(f'{d}:{n}' for d, n in find.times(plain(body)).items())
                     continue
                 if line['part'] == 'facts': said = figures(json.loads(body))
                 if line['part'] == 'submissions': ticker = (json.loads(body).get('tickers') or [None])[0]

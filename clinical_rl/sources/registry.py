@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from ..core import DataError
-from ..records import columns, end_of
+from ..records import end_of, parsed
 
 # %% ../../nbs/sources/01_registry.ipynb #c005
 def vintage(
@@ -63,4 +63,4 @@ def normalize(
         enrollment=people.where(people < ENROLLMENT_UNKNOWN).astype(float),
         has_results=raw.has_results.map({'1': True, '0': False}).astype('boolean'),
         vintage=vintage(raw.source, end_of(raw.registered))))
-    return out[[c for c in columns('registry').name if c in out]]
+    return out[parsed('registry').names]

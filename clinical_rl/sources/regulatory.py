@@ -15,9 +15,9 @@ import pandas as pd
 
 from .. import vocab
 from ..core import progress
-from ..records import columns, end_of
+from ..records import end_of, parsed
 from .client import HttpError
-from .pull import Unparsable, ask, brands, day, field, finder, import_file, mentions, no_rows, reconciled, tally
+from .pull import Names, Unparsable, ask, brands, day, field, import_file, no_rows, reconciled, tally
 
 # %% ../../nbs/sources/02_regulatory.ipynb #c005
 _BIOMARKERS = [(code, re.compile(p, re.I)) for code, p in [
@@ -124,7 +124,7 @@ def normalize(
             reference_product=bool(ref.all()) if len(ref) else pd.NA,
             later_converted=bool(g.later_converted.any()), later_withdrawn=bool(g.later_withdrawn.any())))
     out = pd.DataFrame(out)
-    return out[[c for c in columns('approvals').name if c in out]]
+    return out[parsed('approvals').names]
 
 def _sources(s): return '|'.join(sorted(set(s))) # several lists may hold one event
 
@@ -221,7 +221,7 @@ def holders(
 
 def events(
     app:dict,    # one record of drugsfda
-    find, own,   # `finder` and `holders` of the programs
+    named, own,  # `Names` and `holders` of the programs
     source:str,  # for the column
     bad,         # function (what, reason) for what cannot be read
 ) -> list: # rows with the columns `RAW`, one a program and approved submission
@@ -229,11 +229,11 @@ def events(
     no = re.fullmatch(r'(NDA|BLA|ANDA)(\d+)', field(app, 'application_number'))
     if not no: raise Unparsable(f'unknown application number {app["application_number"]!r}')
     names = field(field(app, 'openfda', dict, need=False) or {}, 'generic_name', list, need=False) or []
-    named = {field(dict(generic_name=n), 'generic_name'): 1 for n in names}
+    texts = {field(dict(generic_name=n), 'generic_name') for n in names}
     for p in field(app, 'products', list, need=False) or []:
-        named |= {field(p, 'brand_name', need=False): 1}
-        named |= {field(i, 'name'): 1 for i in field(p, 'active_ingredients', list, need=False) or []}
-    drugs = sorted({d for n in named for d in mentions(n, find)})
+        texts.add(field(p, 'brand_name', need=False))
+        texts |= {field(i, 'name') for i in field(p, 'active_ingredients', list, need=False) or []}
+    drugs = sorted({d for t in texts for d in named.times(t)})
     sponsor, out = vocab.canonical_sponsor(field(app, 'sponsor_name', need=False)), []
     for s in field(app, 'submissions', list, need=False) or [] if drugs else []:
         what = f'{no[0]} {s.get("submission_type")}-{s.get("submission_number")}' if isinstance(s, dict) else no[0]
@@ -259,7 +259,7 @@ def _own_product(copy, sponsor, own): # as the compiled lists write it
     return '0' if copy else None if sponsor is None else '1' if sponsor in own else '0'
 
 # %% ../../nbs/sources/02_regulatory.ipynb #c027
-def _book_events(body, find, own, source, bad):
+def _book_events(body, named, own, source, bad):
     "Rows with the columns `RAW` out of the Purple Book's CSV."
     lines = list(csv.reader(io.StringIO(body.decode('utf-8-sig', errors='replace'))))
     heads = [i for i, l in enumerate(lines) if 'Proper Name' in l and 'Applicant' in l]
@@ -267,7 +267,7 @@ def _book_events(body, find, own, source, bad):
     head, out = [c.strip() for c in lines[heads[-1]]], []
     for l in lines[heads[-1] + 1:]:
         row = dict(zip(head, l))
-        drugs = sorted({d for c in ('Proper Name', 'Proprietary Name') for d in mentions(row.get(c), find)})
+        drugs = sorted({d for c in ('Proper Name', 'Proprietary Name') for d in named.times(row.get(c))})
         try:
             if not drugs: continue
             no = field(row, 'BLA Number')
@@ -290,13 +290,13 @@ def parse(
     quarantine,            # takes what cannot be read
 ) -> pd.DataFrame: # `approvals` table without public_date
     "Events of all programs, FDA only."
-    find, own, raw, apps = finder(programs), holders(programs), [], {}
+    named, own, raw, apps = Names(programs), holders(programs), [], {}
     for name in pages.jobs('regulatory'):
         for line, body in pages.job('regulatory', name).bodies():
             at = dict(url=line['url'], sha256=line['sha256'])
             bad = lambda what, why, at=at: quarantine.add('regulatory', what, why, **at)
             try:
-                if name == 'purplebook': raw += _book_events(body, find, own, f'purplebook@{pages.vintage}', bad)
+                if name == 'purplebook': raw += _book_events(body, named, own, f'purplebook@{pages.vintage}', bad)
                 else:
                     for i, app in enumerate(field(json.loads(body), 'results', list)):
                         key = app.get('application_number') if isinstance(app, dict) else None
@@ -305,7 +305,7 @@ def parse(
                         if key not in apps or apps[key][0] <= when: apps[key] = when, app, bad
             except Unparsable as e: bad(name, str(e))
     for key, (_, app, bad) in sorted(apps.items()):
-        try: raw += events(app, find, own, f'openfda@{pages.vintage}', bad)
+        try: raw += events(app, named, own, f'openfda@{pages.vintage}', bad)
         except Unparsable as e: bad(key, str(e))
     return normalize(pd.DataFrame(raw, columns=RAW)) if raw else no_rows('approvals')
 

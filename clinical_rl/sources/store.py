@@ -19,21 +19,19 @@ from fastcore.basics import patch
 
 from .. import gate
 from ..core import DataError, sha256, write_json
-from ..records import DRUG_COLUMNS, KINDS, Records, columns
+from ..records import DRUG_COLUMNS, KINDS, Records, columns, frame, parsed
 
 # %% ../../nbs/sources/06_store.ipynb #c005
 UNHASHED = ('source', 'vintage')
 GONE = 'gone' # the hash of a tombstone: from its valid_from on the source no longer held the record
-_TYPES = dict(str='VARCHAR', date='TIMESTAMP', int='BIGINT', float='DOUBLE', bool='BOOLEAN')
+_SQL = {pa.string(): 'VARCHAR', pa.timestamp('us'): 'TIMESTAMP', pa.int64(): 'BIGINT', pa.float64(): 'DOUBLE', pa.bool_(): 'BOOLEAN'}
 
 @cache
 def stored(
     kind:str, # one of the five kinds
 ) -> dict: # name -> SQL type
     "Columns of a kind that are kept: all that a parse gives."
-    c = columns(kind)
-    c = c[c.missing.ne('+') & c.name.ne('public_date')]
-    return dict(zip(c.name, c.type.map(_TYPES)))
+    return {f.name: _SQL[f.type] for f in parsed(kind)}
 
 @cache
 def named_by(
@@ -320,10 +318,8 @@ def _source(kind, programs): # SQL: a condition on the programs that a version n
 
 def _frame(kind, rows):
     "Typed rows in the declared order, with their public dates by today's rules."
-    df = rows.to_pandas(types_mapper={pa.bool_(): pd.BooleanDtype()}.get)
-    declared = columns(kind)
-    sure = declared.name[declared.type.eq('bool') & declared.missing.eq('!')]
-    df = df.astype(dict.fromkeys([*sure, *df.columns.intersection(['exact'])], bool))
+    df = frame(rows, kind)
+    df = df.astype(dict.fromkeys(df.columns.intersection(['exact']), bool))
     df.insert(df.columns.get_loc('event_date') + 1, 'public_date', gate.public_date(df, kind))
     return df
 
@@ -426,8 +422,8 @@ def _flat(self:Store, kind, programs, vintage):
     return self._arrow(f"""
         WITH versions AS (SELECT *, row_number() OVER (PARTITION BY record_id ORDER BY valid_from DESC, refresh DESC) AS age
                           FROM {source} WHERE refresh <= $vintage),
-        first AS (SELECT * EXCLUDE (age) FROM versions WHERE {named}
-                  QUALIFY row_number() OVER (PARTITION BY record_id ORDER BY valid_from, refresh DESC) = 1),
+        first AS (SELECT * EXCLUDE (age) FROM (FROM versions
+                  QUALIFY row_number() OVER (PARTITION BY record_id ORDER BY valid_from, refresh DESC) = 1) WHERE {named}),
         newest AS (FROM versions WHERE hash <> '{GONE}' QUALIFY row_number() OVER (PARTITION BY record_id ORDER BY age) = 1)
         SELECT {', '.join(f'{v} AS {c}' for c, v in pick.items())} FROM first JOIN newest USING (record_id) ORDER BY record_id""",
         vintage=vintage)

@@ -13,10 +13,10 @@ import numpy as np
 import pandas as pd
 
 from ..core import progress
-from ..records import columns, end_of
+from ..records import end_of, parsed
 from . import pull
 from .client import HttpError
-from .pull import Unparsable, ask, brands, field, finder, mentions, no_rows, reconciled, tally
+from .pull import Names, Unparsable, ask, brands, field, no_rows, reconciled, tally
 
 # %% ../../nbs/sources/04_utilization.ipynb #c005
 CONJUGATES = {('trastuzumab', 'Enhertu')} # listed under the antibody too
@@ -40,7 +40,7 @@ def normalize(
         event_date=end_of(raw.year), date_basis='calendar_year', source=raw.source, drug=raw.drug, program=raw.program,
         year=raw.year.astype(int), **num, hcpcs=raw.hcpcs, biosimilar=raw.note.eq('biosimilar/generic') & ~own,
         combination=raw.note.eq('combination product') | own, brand=raw.brand))
-    return out[[c for c in columns('utilization').name if c in out]]
+    return out[parsed('utilization').names]
 
 # %% ../../nbs/sources/04_utilization.ipynb #c010
 def _listed(obj): # the page is a list of rows
@@ -96,11 +96,11 @@ def years_of(
     if rows and not years: raise Unparsable("no column 'Tot_Spndng_<year>'")
     return years
 
-def _products(row, years, program, find, own):
+def _products(row, years, program, named, own):
     "Raw rows of `normalize`, one a program, product and year that has spending."
     brand, generic = (field(row, c, need=c == 'Gnrc_Name') for c in ('Brnd_Name', 'Gnrc_Name'))
     brand = (brand or '').rstrip('* ') or None
-    drugs = sorted({d for n in (brand, generic) for d in mentions(n, find)})
+    drugs = sorted({d for n in (brand, generic) for d in named.times(n)})
     if not drugs or program != 'B' and field(row, 'Mftr_Name') != 'Overall': return []
     code, out = field(row, 'HCPCS_Cd') if program == 'B' else None, []
     for y in years:
@@ -121,7 +121,7 @@ def parse(
     quarantine,            # takes what cannot be read
 ) -> pd.DataFrame: # `utilization` table without public_date
     "Spending of all programs."
-    find, own, rows = finder(programs), brands(programs), {}
+    named, own, rows = Names(programs), brands(programs), {}
     for program in pages.jobs('utilization'):
         for line, body in pages.job('utilization', program).bodies():
             at, page = dict(url=line['url'], sha256=line['sha256']), json.loads(body)
@@ -131,7 +131,7 @@ def parse(
                 quarantine.add('utilization', f'{program} rows {first}-{first + len(page) - 1}', str(e), **at)
                 continue
             for i, r in enumerate(page):
-                try: found = _products(r, years, program, find, own)
+                try: found = _products(r, years, program, named, own)
                 except Unparsable as e:
                     quarantine.add('utilization', f'{program} row {first + i}', str(e), **at)
                     continue
