@@ -25,7 +25,7 @@ from . import core, decoding, gate, records
 from .episodes import ITEM
 from .prompts import canonical, item_text, item_tuple, parse_portfolio
 from .splits import hash_order
-from .tools import Limits, Pseudonyms, Tools
+from .tools import Pseudonyms, Tools
 from .vocab import INDICATIONS, LINES, PHASES, REGIMENS
 
 # %% ../nbs/13d_agents.ipynb #c006
@@ -407,11 +407,11 @@ def tool_maker(
     dates,      # decision dates
     seed,       # of the pseudonyms
     index=None, # tools.Index; None: search by words alone
-    limits=Limits(),
+    **more,     # limits, search, pan_tumour_above of tools.Tools
 ): # function: row of windows -> Tools
     "Tools for single windows; several threads may ask for them."
     gated, names = {t: gate.as_of(tables, t) for t in sorted(set(dates))}, Pseudonyms(seed)
-    return lambda row: Tools(gated[row.decision_date], index, row.decision_date, row.program, names, limits)
+    return lambda row: Tools(gated[row.decision_date], index, row.decision_date, row.program, names, **more)
 
 # %% ../nbs/13d_agents.ipynb #c037
 def share_budget(
@@ -512,7 +512,8 @@ def estimate(
     windows = {(c, s): first_windows(test_windows(base/'out', c, s), cfg.windows, params.seed)
                for c in cfg.scopes for s in cfg.splits}
     dates = {t for w in windows.values() for t in w.decision_date}
-    make = tool_maker(records.Records.load(base/'out/records'), dates, params.seed, limits=Limits(**dict(params.tools.limits)))
+    make = tool_maker(records.Records.load(base/'out/records'), dates, params.seed, limits=params.tools.limits,
+                      search=params.tools.search, pan_tumour_above=params.episodes.pan_tumour_above)
     specs = [AgentSpec(n, **dict(cfg.models[n])) for n in names or cfg.enabled or cfg.models]
     return pd.DataFrame([dict(scope=c, split=s, **dry_run(spec, w, make, cfg, CallCache(base/ANSWERS)))
                          for spec in specs for (c, s), w in windows.items()])
