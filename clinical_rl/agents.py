@@ -25,7 +25,7 @@ from . import core, decoding, gate, records
 from .episodes import ITEM
 from .prompts import canonical, item_text, item_tuple, parse_portfolio
 from .splits import hash_order
-from .tools import Limits, Pseudonyms, Tools
+from .tools import Pseudonyms, Tools
 from .vocab import INDICATIONS, LINES, PHASES, REGIMENS
 
 # %% ../nbs/13d_agents.ipynb #c006
@@ -407,11 +407,11 @@ def tool_maker(
     dates,      # decision dates
     seed,       # of the pseudonyms
     index=None, # tools.Index; None: search by words alone
-    limits=Limits(),
+    **more,     # limits, search, pan_tumour_above of tools.Tools
 ): # function: row of windows -> Tools
     "Tools for single windows; several threads may ask for them."
     gated, names = {t: gate.as_of(tables, t) for t in sorted(set(dates))}, Pseudonyms(seed)
-    return lambda row: Tools(gated[row.decision_date], index, row.decision_date, row.program, names, limits)
+    return lambda row: Tools(gated[row.decision_date], index, row.decision_date, row.program, names, **more)
 
 # %% ../nbs/13d_agents.ipynb #c037
 def share_budget(
@@ -512,7 +512,8 @@ def estimate(
     windows = {(c, s): first_windows(test_windows(base/'out', c, s), cfg.windows, params.seed)
                for c in cfg.scopes for s in cfg.splits}
     dates = {t for w in windows.values() for t in w.decision_date}
-    make = tool_maker(records.Records.load(base/'out/records'), dates, params.seed, limits=Limits(**dict(params.tools.limits)))
+    make = tool_maker(records.Records.load(base/'out/records'), dates, params.seed, limits=params.tools.limits,
+                      search=params.tools.search, pan_tumour_above=params.episodes.pan_tumour_above)
     specs = [AgentSpec(n, **dict(cfg.models[n])) for n in names or cfg.enabled or cfg.models]
     return pd.DataFrame([dict(scope=c, split=s, **dry_run(spec, w, make, cfg, CallCache(base/ANSWERS)))
                          for spec in specs for (c, s), w in windows.items()])
@@ -547,6 +548,7 @@ def _pretty(text): # JSON with a row a line, as it came where it is no JSON
 def transcript_html(
     t,         # of `read_transcripts`
     most=4000, # characters shown of each text
+    label=str, # function: agent -> its name for readers
 ) -> str: # HTML
     "One window of an agent, folded: only what the model saw and wrote, and the truth at the end."
     def answer(a):
@@ -554,17 +556,18 @@ def transcript_html(
         calls = ''.join(_block(f'{c["tool"]} {_short(c["arguments"], 120)}', _pretty(c['result']), most) for c in a['calls'])
         return said + calls or '<p class="said">(an empty answer)</p>\n'
     rows = ''.join(f'<li>{answer(a)}</li>\n' for a in t['answers'])
-    hit = {(i['indication'], i['phase']) for i in t['truth']} & {(i['indication'], i['phase']) for i in t['items']}
+    true, named = ({(i['indication'], i['phase']) for i in t[k]} for k in ('truth', 'items')); hit = true & named
     mark = lambda i: f'<strong>{item_text(i)}</strong>' if i[:2] in hit else item_text(i)
     listed = lambda items: ', '.join(map(mark, canonical(items))) or 'nothing'
-    cost = f'{t["steps"]} answers, {t["tokens_in"]:,} tokens read and {t["tokens_out"]:,} written, {t["usd"]:.4f} USD'
+    took = (f'Answers: {t["steps"]}; tokens: {t["tokens_in"]:,} read, {t["tokens_out"]:,} written; USD: {t["usd"]:.4f}; '
+            f'invalid: {t["n_invalid"]}; tool errors: {t["n_errors"]}. {t["note"]}')
     q = t['question']
     asked = _block('Question', q if isinstance(q, str) else '\n\n'.join(m['content'] for m in q), most)
-    ended = f'{t["status"].replace("_", " ")}, {len(hit)} pairs of indication and phase right'
-    return (f'<details class="transcript"><summary>{html.escape(t["agent"])} <small>{ended}</small></summary>\n'
+    ended = f'{t["status"].replace("_", " ")}, {len(hit)} of {len(true)} pairs of indication and phase found'
+    return (f'<details class="transcript"><summary>{html.escape(label(t["agent"]))} <small>{ended}</small></summary>\n'
             f'{asked}<ol>\n{rows}</ol>\n'
             f'<p><b>Submitted</b> {listed(t["items"])}</p>\n<p><b>Truth</b> {listed(t["truth"])}</p>\n'
-            f'<p class="note">{cost}. {t["n_invalid"]} invalid, {t["n_errors"]} tool errors. {html.escape(t["note"])}</p>\n'
+            f'<p class="note">{html.escape(took)}</p>\n'
             '</details>\n')
 
 def transcripts_html(
@@ -572,6 +575,7 @@ def transcripts_html(
     n=3,       # windows of a split
     seed=0,    # of the choice: an order that is a matter of chance
     most=4000, # characters shown of each text
+    label=str, # function: agent -> its name for readers
 ) -> str: # HTML
     "Windows to read, each as all agents saw it: those that every agent of the split has answered come first."
     def where(t): return t['scope'], t['split'], t['episode_id']
@@ -581,7 +585,7 @@ def transcripts_html(
         order = hash_order([w[2] for w in answers if w[:2] == cell], seed)
         parts |= {(*cell, e): [] for e in sorted(order, key=lambda e: -answers[*cell, e])[:n]}
     for t in every():
-        if where(t) in parts: parts[where(t)].append(transcript_html(t, most))
+        if where(t) in parts: parts[where(t)].append(transcript_html(t, most, label))
     return ''.join(f'<h3>{html.escape(e)} <small>{split}</small></h3>\n{"".join(ts)}' for (_, split, e), ts in parts.items())
 
 # %% ../nbs/13d_agents.ipynb #c047

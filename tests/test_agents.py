@@ -226,7 +226,7 @@ def test_heuristic_equals_frequency(real_records, scope):
     pasts = {t: features.open_past(r, t) for t in dates}
     block = features.as_block(*features.build(pasts, wins, splits, gone, programs, scope, 'temporal', p.features.half_lives_months))
     section = p.baselines.frequency.model_dump()
-    base, _ = baselines.run('frequency', block, scope, 'temporal', section)
+    base, *_ = baselines.run('frequency', block, scope, 'temporal', section)
     counts = lru_cache(None)(lambda t, h, who: local_agents.field_counts(pasts[t], programs, set(drugs), frozenset(), h, who))
     known = local_agents.fit_frequency(block, section, lambda t, drug, h, who: counts(t, h, who)(drug))
     gated = lru_cache(None)(lambda t: gate.as_of(r, t))
