@@ -41,8 +41,8 @@ refresh: data ## ask the five public sources anew and keep what they say in live
 full: data ## both scopes and forms, five seeds: many hours, HOURS=3 stops it after three, a later call goes on; reports/full/
 	@python -m clinical_rl.full $(if $(HOURS),--hours $(HOURS))
 
-estimate: data ## what the agents that are enabled in params.yaml would ask, and about what that costs; asks nobody
-	@python -m clinical_rl.agents
+estimate: data ## what the agents that are enabled in params.yaml would ask, and about what that costs; asks nobody (AGENTS='gpt claude': those)
+	@python -m clinical_rl.agents $(AGENTS)
 
 test: data ## run all tests
 	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -59,5 +59,5 @@ readme: $(READY) ## put the pipeline's figures into README.md
 export: $(READY) ## write clinical_rl/ from the notebooks
 	@find clinical_rl -name '*.py' ! -name '__init__.py' -delete && nbdev_export && nbdev_clean
 
-clean: ## delete what the pipeline made (not the environment, the data or the reports)
-	@rm -rf out .cache
+clean: ## delete what the pipeline made (not the environment, the data, the reports or paid answers in .cache/agents)
+	@rm -rf out; find .cache -mindepth 1 -maxdepth 1 ! -name agents -exec rm -rf {} + 2>/dev/null || true
