@@ -858,7 +858,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': 'local', 'g
                                                                                     'clinical_rl/sources/pull.py'),
                                           'clinical_rl.sources.pull.Unparsable': ( 'sources/pull.html#unparsable',
                                                                                    'clinical_rl/sources/pull.py'),
-                                          'clinical_rl.sources.pull._begins': ('sources/pull.html#_begins', 'clinical_rl/sources/pull.py'),
+                                          'clinical_rl.sources.pull._alike': ('sources/pull.html#_alike', 'clinical_rl/sources/pull.py'),
                                           'clinical_rl.sources.pull.ask': ('sources/pull.html#ask', 'clinical_rl/sources/pull.py'),
                                           'clinical_rl.sources.pull.brands': ('sources/pull.html#brands', 'clinical_rl/sources/pull.py'),
                                           'clinical_rl.sources.pull.carry_over': ( 'sources/pull.html#carry_over',

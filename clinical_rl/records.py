@@ -141,7 +141,8 @@ def columns(
     return pd.DataFrame(rows, columns=['name', 'type', 'unit', 'missing', 'why'])
 
 # %% ../nbs/02_records.ipynb #c012
-_ARROW = dict(str=pyarrow.string(), date=pyarrow.timestamp('us'), int=pyarrow.int64(), float=pyarrow.float64(), bool=pyarrow.bool_())
+_ARROW = dict(str=pyarrow.string(), date=pyarrow.timestamp('us'), int=pyarrow.int64(), float=pyarrow.float64(),
+              bool=pyarrow.bool_())
 
 def parsed(
     kind:str, # one of `KINDS`

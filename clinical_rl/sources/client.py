@@ -473,7 +473,8 @@ def one_refresh(
             fcntl.flock(f, fcntl.LOCK_EX)
         f.truncate(0)
         print(f'process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}', file=f, flush=True)
-        for half in [*path.parent.glob('pages/*/.*.tmp'), *path.parent.glob('vintages/.*.tmp')]: half.unlink() # of a run that was killed
+        for d in ('pages/*', 'vintages'): # of a run that was killed
+            for half in path.parent.glob(f'{d}/.*.tmp'): half.unlink()
         try: yield
         finally: f.truncate(0)
 

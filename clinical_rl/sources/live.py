@@ -34,7 +34,8 @@ def section(
 # %% ../../nbs/sources/07_live.ipynb #c008
 _HOW = {*core.SourceParams.model_fields, 'page_size', 'limit', 'size'} - {'url'} # how it is asked does not matter
 _NAMES, _OWNERS = ['drug', 'brand', 'synonyms'], ['sponsors', 'parent']
-READ = dict(registry=_NAMES, approvals=_NAMES + _OWNERS, filings=_NAMES + _OWNERS, utilization=_NAMES, epidemiology=[]) # of the programs
+READ = dict( # columns of the programs
+    registry=_NAMES, approvals=_NAMES + _OWNERS, filings=_NAMES + _OWNERS, utilization=_NAMES, epidemiology=[])
 
 def question(
     cfg,      # params.ingest
@@ -61,7 +62,8 @@ def vintages(
         except (ValueError, KeyError, TypeError): raise DataError(f'{p} is damaged; delete it and run `make refresh`') from None
         r = rows[-1]
         if r['vintage'] != p.stem: raise DataError(f'{p} is of another vintage; delete it and run `make refresh`')
-        if isinstance(r['asked'], str): r['asked'] = dict.fromkeys(CONNECTORS, r['asked']) # of before each kind had its own: like none of today's
+        # once there was one digest for all kinds: it equals none of today's
+        if isinstance(r['asked'], str): r['asked'] = dict.fromkeys(CONNECTORS, r['asked'])
     return pd.DataFrame(rows, columns=STATE)
 
 def _where(old, test): return old.asked.map(test).astype(bool) # vintages by their questions
@@ -155,7 +157,8 @@ class _Refresh:
             yield from it.stream(self.pages, self.programs, bad, workers=self.params.threads, old=old)
             if told.history == 'none': return
             df = it.versions(self.pages, it.parse(self.pages, self.programs), self.programs, bad)
-            yield pa.Table.from_pandas(df[df.valid_from < day], preserve_index=False) # what is said on the day stands in the page of the trial
+            df = df[df.valid_from < day] # what is said on the day stands in the page of the trial
+            yield pa.Table.from_pandas(df, preserve_index=False)
         if kind == 'registry': tables, sure = on_time(trials(), day, bad, name), since is None
         else:
             df = it.parse(self.pages, self.programs, bad)
@@ -187,7 +190,8 @@ def refresh(
         state = folder/'vintages'/f'{vintage}.json'
         out = json.loads(state.read_text())
         with client.Client(agent, hosts(cfg)) as net:
-            it = _Refresh(params, programs, vintage, known, net, client.Pages(folder, out['pages']), store.Store(folder/'store'), today)
+            it = _Refresh(params, programs, vintage, known, net, client.Pages(folder, out['pages']), store.Store(folder/'store'),
+                          today)
             for kind in cfg.kinds:
                 try: said = it.take(kind, reparse)
                 except DataError as e: said = dict(error=str(e))
@@ -275,10 +279,15 @@ def main(
     a = ap.parse_args(argv)
     try:
         root = core.root(a.root).resolve(); params = core.load_params(root/'params.yaml')
-        if a.list: print(vintages(root/params.ingest.folder).assign(asked=lambda d: d.asked.map(' '.join)).drop(columns='kinds').to_string(index=False)); return 0
+        if a.list:
+            there = vintages(root/params.ingest.folder).drop(columns='kinds')
+            print(there.assign(asked=there.asked.map(' '.join)).to_string(index=False))
+            return 0
         out = refresh(root, params, a.wait, a.reparse)
     except (DataError, ParamError) as e: print(f'error: {e}', file=sys.stderr); return 1
-    except OSError as e: print(f'error: {e}; free some space, or check ingest.folder in params.yaml and its permissions', file=sys.stderr); return 1
+    except OSError as e:
+        print(f'error: {e}; free some space, or check ingest.folder in params.yaml and its permissions', file=sys.stderr)
+        return 1
     except KeyboardInterrupt: print('\nStopped; the next refresh goes on from here.', file=sys.stderr); return 130
     print(f'Vintage {out["vintage"]}\n{table(out).to_string(index=False)}')
     for line in words(out): print(line, file=sys.stderr)

@@ -62,7 +62,8 @@ def day(
 
 # %% ../../nbs/sources/00b_pull.ipynb #c011
 _RUN = re.compile(r'[^\W\d_]+|\d+')
-_PAYLOAD = re.compile(r'derux|govit|vedot|mafodo|ozogam|tiuxet|(?!(?:irino|topo|belo|rubi)tecan)\w*(?:tecan|dotin|tansine|mazine|tesirin)$')
+_PAYLOAD = re.compile(r'derux|govit|vedot|mafodo|ozogam|tiuxet|'
+                      r'(?!(?:irino|topo|belo|rubi)tecan)\w*(?:tecan|dotin|tansine|mazine|tesirin)$')
 
 def brands(
     programs:pd.DataFrame, # table of programs
@@ -80,8 +81,7 @@ def names_of(
     found = '|'.join([program.drug, program.brand, program.synonyms, *(m for m in more if re.fullmatch(r'[\w |-]+', m))])
     return list(dict.fromkeys(n for n in found.split('|') if n))
 
-def _begins(runs, name): # each word as it is, or a long one that is not the first cut off after five letters or more
-    return len(runs) == len(name) and all(r == n or n.isalpha() and len(n) > 5 and r.startswith(n[:5]) for r, n in zip(runs, name))
+def _alike(run, word): return run == word or word.isalpha() and len(word) > 5 and run.startswith(word[:5]) # as it is, or cut off
 
 class Names:
     "Finds the programs that a text names: an ingredient, a title, or a whole report."
@@ -101,7 +101,8 @@ class Names:
         for i, run in enumerate(runs):
             if i < end or run not in self.first: continue
             for name, drug in self.first[run]:
-                if not _begins(runs[i:i + len(name)], name): continue
+                here = runs[i:i + len(name)]
+                if len(here) < len(name) or not all(map(_alike, here[1:], name[1:])): continue
                 end = i + len(name)
                 if not _PAYLOAD.match(''.join(runs[end:end + 1])): out[drug] = out.get(drug, 0) + 1
                 break

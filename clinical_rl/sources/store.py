@@ -24,7 +24,8 @@ from ..records import DRUG_COLUMNS, KINDS, Records, columns, frame, parsed
 # %% ../../nbs/sources/06_store.ipynb #c005
 UNHASHED = ('source', 'vintage')
 GONE = 'gone' # the hash of a tombstone: from its valid_from on the source no longer held the record
-_SQL = {pa.string(): 'VARCHAR', pa.timestamp('us'): 'TIMESTAMP', pa.int64(): 'BIGINT', pa.float64(): 'DOUBLE', pa.bool_(): 'BOOLEAN'}
+_SQL = {pa.string(): 'VARCHAR', pa.timestamp('us'): 'TIMESTAMP', pa.int64(): 'BIGINT', pa.float64(): 'DOUBLE',
+        pa.bool_(): 'BOOLEAN'}
 
 @cache
 def stored(
