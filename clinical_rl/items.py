@@ -208,7 +208,7 @@ def make_policy(
     if form == 'items': model = policy.add_adapter(model, m.params.lora, seed, layers=layers)
     pol = ItemPolicy(Head(width, model.config.hidden_size, cfg.hidden, seed), model, layers, m.cache, m.queries)
     some = train if form == 'frozen' else train[::max(1, len(train)//128)] # a fresh adapter leaves states as the base has them
-    if form == 'frozen': pol.freeze_states([e for e in {id(e): e for e in (*train, *rest)}.values() if e.state is None])
+    if form == 'frozen': pol.freeze_states([e for e in (*train, *rest) if e.state is None])
     with torch.no_grad(): h = torch.cat([pol.states(some[i:i+32]) for i in range(0, len(some), 32)])
     pol.head.standardise(torch.as_tensor(np.stack([e.x for e in train])).to(pol.device), h)
     return pol
@@ -257,16 +257,15 @@ def run(
 ) -> dict: # meta of `training.save_run`, curve, episode_ids, items, item_probs
     "Train, save and forecast."
     b, p, n = m.block, m.column('p'), m.params.items.queries
-    rows, known = np.sort(np.r_[b.rows('val'), b.rows('test')]), b.rows('val', empty=False)
-    for k, r in dict(train=b.rows('train', empty=False), out=rows).items():
+    parts = dict(train=b.rows('train', empty=False), val=b.rows('val', empty=False), out=np.sort(np.r_[b.rows('val'), b.rows('test')]))
+    for k, r in parts.items():
         if k not in m.seen: m.seen[k] = windows_asked(b, r, p[r], n, m.keys)
-    train, (out, at) = m.seen['train'][0], m.seen['out']
-    val = [out[i] for i in np.searchsorted(rows, known)]
+    train, val, (out, at) = m.seen['train'][0], m.seen['val'][0], m.seen['out']
     w = job['weights'].set_index('episode_id').weight.reindex([e.episode_id for e in train]).to_numpy()
     what = '-'.join(map(str, (job[k] for k in ('scope', 'split', 'form', 'objective', 'seed'))))
     if np.isnan(w).any(): raise core.DataError(f'the weights of {what} lack window {train[int(np.isnan(w).argmax())].episode_id}; run `dvc repro weights`')
     pol, curve, best = train_policy(m, job['form'], train, w, val, job['lr'], job['seed'], what, out)
-    P = forecasts(pol, out, at, p[rows])
+    rows = parts['out']; P = forecasts(pol, out, at, p[rows])
     meta = {k: job[k] for k in ('scope', 'split', 'objective', 'form', 'seed')} | dict(base=job['base']['id'], base_sha256=job['base']['sha256'], lr=job['lr'])
     meta = training.save_run(pol, job['folder'], curve, best, [e.episode_id for e in train], w, meta)
     items, probs = baselines.decode(b, rows, P, m.params.decoding.min_items, m.params.decoding.floor)
