@@ -3,7 +3,7 @@ import numpy as np, pandas as pd, pytest
 
 from clinical_rl import core, probes
 from clinical_rl.probes import ToyProvider, chat_scores, cutoff_gap, local_scores, make_cases, masked_names, recall, recall_answers, \
-    recall_likelihood, recall_questions, swapped_names, toy_reader, toy_scores, toy_world, true_or_false
+    recall_likelihood, recall_questions, recall_scores, swapped_names, toy_reader, toy_scores, toy_world, true_or_false
 
 N = 500 # resamples
 
@@ -61,6 +61,7 @@ def test_likelihoods_tell_a_language_model_that_has_read_the_portfolios(read, pr
 
 def test_likelihoods_tell_a_language_model_that_has_read_the_trials():
     world = toy_world(3, programs=10, per=3); facts = recall_questions(world.trials, per=3)
-    knows, clean = (recall_likelihood(toy_reader(world, k, facts, steps=120), facts, N) for k in (True, False))
+    knows, clean = (recall_likelihood(recall_scores(toy_reader(world, k, facts, steps=220), facts), N) for k in (True, False))
     print(*knows.verdict, *clean.verdict, sep='\n')
-    assert knows.found.sum() >= 3 and not clean.found.any(), clean.verdict.tolist()
+    # a number or year is asked by title, and so is its false twin: a memory of titles alone answers both and cancels out
+    assert knows.found[knows.statistic.str.startswith(('title', 'phase'))].all() and not clean.found.any(), clean.verdict.tolist()
