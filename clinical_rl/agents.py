@@ -46,6 +46,7 @@ class AgentSpec:
     temperature: float|None = 0.0 # None: not sent, for endpoints that refuse it
     timeout: float = 180         # seconds for one answer
     retries: int = 5             # times that a failed request is sent again
+    cutoff: object = None        # last day of its training data; only probes ask for it
 
     def __post_init__(self):
         where = f'params.yaml: agents.models.{self.name}'

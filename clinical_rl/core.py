@@ -376,6 +376,7 @@ class AgentModel(_P):
     temperature: Annotated[float, Field(ge=0)]|None = 0.0
     timeout: _Pos = 180
     retries: Annotated[int, Field(ge=0)] = 5
+    cutoff: date|None = None # last day of its training data, as its makers state it; None: that of section probes
 
 class AgentParams(_P):
     scopes: list[Literal['landscape', 'sponsor']]
