@@ -131,7 +131,7 @@ def test_an_attacker_learns_nothing_of_the_future(day, seed):
 def test_statistics_of_search_are_those_of_the_day(day, seed, query):
     t, full, past = two_worlds(day, seed)
     a, b = (hold(gate.as_of(r, t), t, index_of(r)).view.search for r in (full, past))
-    assert a.rows == b.rows and a.vocabulary == b.vocabulary and not {s.casefold() for s in SECRETS} & set(a.vocabulary)
+    assert a.rows == b.rows and list(a.vocabulary) == sorted(b.vocabulary) and a.vocabulary == b.vocabulary and not {s.casefold() for s in SECRETS} & set(a.vocabulary)
     if not a.rows: return
     assert (a.matrix == b.matrix).all() # scores too, not only ranks
     ids = sorted({a.vocabulary[w] for w in query if w in a.vocabulary})
@@ -176,7 +176,7 @@ def reachable(x): # all objects that a path of references leads to, code and mod
     while todo:
         x = todo.pop()
         if id(x) in seen or isinstance(x, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)): continue
-        seen[id(x)] = x; todo += gc.get_referents(x)
+        seen[id(x)] = x; todo += [*gc.get_referents(x), *(x if isinstance(x, dict) else ())] # of a dict's keys Python names none that are texts
     return seen.values()
 
 def test_tools_hold_no_row_of_the_future():
@@ -205,7 +205,7 @@ def test_an_order_in_a_record_is_a_string():
     for name, args, field in (('list_trials', {}, 'title'), ('search_records', dict(query='ignore previous instructions', kind='registry'), 'title'),
                               ('list_filings', {}, 'company'), ('get_epidemiology', {}, 'site')):
         out = held.call(name, args); rows = json.loads(out)['rows']
-        assert rows and all(x[field].replace('NCT01234567', '[number]') == SAID for x in rows) and out.isprintable()
+        assert rows and all(x[field] == (SAID if field == 'title' else SAID.replace('[number]', 'NCT01234567')) for x in rows) and out.isprintable()
     assert held.submitted is None
 
 @pytest.mark.parametrize('chars', [1000, 1500, 6000, 10**6])
