@@ -458,6 +458,7 @@ class Params(_P):
                                 ('probes.baseline', [self.probes.baseline], 'baselines.methods', self.baselines.methods)):
             if gone := [x for x in xs if x not in ys]: raise ValueError(f'{key} names {gone[0]!r}, which {of} does not; add it there')
         if 'temporal' not in self.policies.items.splits: raise ValueError('policies.items.splits needs temporal, where its settings are selected; add it')
+        if any(isinstance(v, list) and len(v) > 1 for v in vars(self.baselines.average).values()): raise ValueError('baselines.average lists several values of a setting, but item policies start from one; keep one')
         if 'lora' not in self.select.states: raise ValueError('select.states needs lora, the state of the items form; add it')
         if self.items.layers > self.items.depth: raise ValueError('items.layers is above items.depth, the layers that a query passes; lower it')
         last = self.splits.temporal.val_before
