@@ -406,9 +406,11 @@ class ProbeParams(_P):
     windows: Annotated[int, Field(ge=2)]
     max_items: _Count
     parts: list[Literal['val', 'test']]
-    trials: _Count
+    trials: Annotated[int, Field(ge=3)] # a fact is compared with those of the others
     baseline: str
     cutoff: date
+    models: list[str]
+    usd: _Pos
 
 class EvaluateParams(_P):
     bootstrap: Annotated[int, Field(ge=100)]
@@ -453,6 +455,7 @@ class Params(_P):
                                   for k, of, ys in (('splits', 'features.splits', self.features.splits), ('scopes', 'episodes.scopes', self.episodes.scopes))),
                                 *((f'agents.{k}', getattr(self.agents, k), f'policies.items.{k}', getattr(self.policies.items, k)) for k in ('scopes', 'splits')),
                                 ('agents.enabled', self.agents.enabled, 'agents.models', list(self.agents.models)),
+                                ('probes.models', self.probes.models, 'agents.models', list(self.agents.models)),
                                 ('stage anchor', ['average'], 'baselines.methods', self.baselines.methods),
                                 ('stage agents', ['frequency'], 'baselines.methods', self.baselines.methods),
                                 ('probes.baseline', [self.probes.baseline], 'baselines.methods', self.baselines.methods)):
