@@ -9,7 +9,7 @@ __all__ = ['SPLITS', 'WORDS', 'labels', 'at', 'points', 'grouped', 'beside', 'in
 # %% ../nbs/16b_results.ipynb #c003
 import pandas as pd
 
-from . import inference, show
+from . import core, inference, show
 
 # %% ../nbs/16b_results.ipynb #c006
 SPLITS = dict( # name -> (title, what is asked)
@@ -57,21 +57,25 @@ def beside(
     scores, # of `metrics.score_episodes` on test windows, agents and others
     n=10000, permutations=10000, seed=0, min_clusters=15,
     metric='indication_f1',
-) -> pd.DataFrame: # agent, method, value, lo, hi, diff, diff_lo, diff_hi, p, verdict, n_episodes, n_programs: best method first
-    "Each agent, and all methods on the episodes that it answered: their scores, and the agent's minus theirs."
+) -> pd.DataFrame: # agent, method, value, lo, hi, diff, diff_lo, diff_hi, p, verdict, n_episodes, n_programs, n_dates: best method first
+    "Each agent, and all methods on the episodes that it answered: their scores, and the agent's minus theirs. No verdict on one date alone."
     full = scores[~scores['empty']]
-    program = full.drop_duplicates('episode_id').set_index('episode_id').program
+    first = full.drop_duplicates('episode_id').set_index('episode_id'); program, date = first.program, first.decision_date
     wide = full.assign(label=labels(full)).pivot_table(index='episode_id', columns='label', values=metric) # the mean over seeds
     rows = []
-    for agent in sorted(set(labels(full[full.method == 'agent']))):
-        mine = wide[agent].dropna(); who = program[mine.index].to_numpy()
+    agents = sorted(set(labels(full[full.method == 'agent'])))
+    for agent in agents:
+        mine = wide[agent].dropna(); who, dates = program[mine.index].to_numpy(), date[mine.index].nunique()
         for other in wide:
             theirs = wide[other].reindex(mine.index)
-            if theirs.isna().any(): continue # another agent with other windows
+            if theirs.isna().any():
+                if other in agents: continue # it answered other windows
+                raise core.DataError(f'predictions of {other}: window {theirs.index[theirs.isna()][0]} is missing; run its stage again')
             p = inference.permutation_test(mine - theirs, who, permutations, seed)
             score, diff = (inference.cluster_bootstrap(x.to_numpy(), who, n, seed) for x in (theirs, mine - theirs))
-            rows.append((agent, other, *score, *diff, p, inference.verdict(*diff, p, len(set(who)), min_clusters), len(mine), len(set(who))))
-    out = pd.DataFrame(rows, columns=['agent', 'method', 'value', 'lo', 'hi', 'diff', 'diff_lo', 'diff_hi', 'p', 'verdict', 'n_episodes', 'n_programs'])
+            said = inference.verdict(*diff, p, len(set(who)), min_clusters) if dates > 1 and other != agent else None
+            rows.append((agent, other, *score, *diff, p if said else None, said, len(mine), len(set(who)), dates))
+    out = pd.DataFrame(rows, columns=['agent', 'method', 'value', 'lo', 'hi', 'diff', 'diff_lo', 'diff_hi', 'p', 'verdict', 'n_episodes', 'n_programs', 'n_dates'])
     return out.sort_values(['agent', 'value', 'method'], ascending=[True, False, True], ignore_index=True)
 
 # %% ../nbs/16b_results.ipynb #c016

@@ -185,7 +185,7 @@ def test_estimate_asks_nothing_and_needs_no_key(world, tmp_path, monkeypatch, ca
         t = made(row); request = agents.request_body(sp, agents.opening(sp, row.question, t, p.agents.steps), t.schemas())
         cache.put(cache.key(sp.endpoint, request), request, {})
     est = agents.estimate(tmp_path, ['gpt']).iloc[0]
-    assert (est.kept, est.usd, est.usd_most) == (2, 0, 0)
+    assert (est.kept, est.usd, est.usd_most) == (2, 0, 1) # a run that was killed may have more to ask
 
 
 def test_page_escapes_what_it_shows(world, tmp_path):
