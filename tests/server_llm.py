@@ -1,5 +1,5 @@
 "An OpenAI-compatible server that follows a script: the name of the model says how it behaves. It counts what it is asked."
-import hashlib, json, threading, time
+import hashlib, json, re, threading, time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -32,11 +32,23 @@ BRAINS = dict( # model -> function: request, server -> message
     learns=lambda body, s: call('submit_portfolio', GOOD if len(body['messages']) > 3 else dict(items=[dict(indication='NSCLC', phase='9')])),
     injected=injected, no_choices=lambda body, s: None, echo=lambda body, s: say(f'your key is {s.keys[-1]}'),
     odd_calls=lambda body, s: dict(say(None), tool_calls=[dict(id=None, type='function', function=None)]), odd_text=lambda body, s: say([{'text': 5}]),
+    odd_name=lambda body, s: call('functions list.trials', {}), surrogate=lambda body, s: say('\ud800 and so on'),
+    echo_cut=lambda body, s: say('x'*19_990 + s.keys[-1]), echo_name=lambda body, s: call('n'*95 + s.keys[-1], {}),
     text=lambda body, s: say('{"tool": "submit_portfolio", "arguments": ' + json.dumps(GOOD) + '}'), plain=lambda body, s: say('NSCLC II first\nEnjoy!'))
 
 
 _JSON = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n'
+ODD_WAITS = dict(nan='nan', year='Mon, 01 Jan 999999 00:00:00 GMT')
 CUT = dict(hangup=b'', cut=_JSON + b'Content-Length: 500\r\n\r\n{"choices": [{"mess', chunked=_JSON + b'Transfer-Encoding: chunked\r\n\r\n13\r\n{"choices": [{"mess')
+
+
+def bad_history(messages): # what endpoints of vendors refuse with 400
+    for m in messages:
+        calls = m.get('tool_calls') or []
+        if m['role'] == 'assistant' and not calls and not m.get('content'): return 'empty content'
+        if any(not re.fullmatch(r'[a-zA-Z0-9_-]{1,64}', c['function']['name']) for c in calls): return 'name of a function'
+        if any(not isinstance(json.loads(c['function']['arguments']), dict) for c in calls): return 'arguments'
+        if len({c['id'] for c in calls}) < len(calls): return 'ids'
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -53,11 +65,12 @@ class Handler(BaseHTTPRequestHandler):
         s = self.server; raw = self.rfile.read(int(self.headers['Content-Length'])); body = json.loads(raw)
         digest, model = hashlib.sha256(raw).hexdigest(), body['model']
         with s.lock:
-            s.asked[digest] += 1; s.keys.append((self.headers.get('Authorization') or '').removeprefix('Bearer ')); s.requests.append(raw if s.keep else None)
+            s.asked[digest] += 1; s.headers.append(dict(self.headers)); s.keys.append((self.headers.get('Authorization') or '').removeprefix('Bearer ')); s.requests.append(raw if s.keep else None)
             n = s.asked[digest]; s.waiting += s.stall_after is not None and sum(s.asked.values()) > s.stall_after
             stalled = s.stall_after is not None and sum(s.asked.values()) > s.stall_after
         if stalled: s.go_on.wait(60); self.close_connection = True; return
         if model == 'busy' and n < 3: return self.reply(429, dict(error=dict(message='slow down')), Retry_After='0.01')
+        if model in ODD_WAITS and n < 3: return self.reply(429, dict(error=dict(message='slow down')), Retry_After=ODD_WAITS[model])
         if model == 'banned': return self.reply(429, dict(error=dict(message='come back tomorrow')), Retry_After='86400')
         if model == 'busy_silent' and n < 3: return self.reply(429, dict(error=dict(message='slow down')))
         if model == 'restarting' and n < 3: return self.reply(500, dict(error='starting'), Retry_After=['0.02', 'soon'][n - 1])
@@ -65,27 +78,30 @@ class Handler(BaseHTTPRequestHandler):
         if model == 'flaky' and n < 2: return self.reply(503, b'<html>overloaded</html>', Content_Type='text/html')
         if model == 'key': return self.reply(401, dict(error=dict(message=f'Incorrect API key provided: {s.keys[-1]}')))
         if model == 'leaky': return self.reply(400, dict(error=dict(message=f'bad header Authorization: Bearer {s.keys[-1]}')))
+        if model == 'nested': return self.reply(200, b'['*100_000)
+        if bad := bad_history(body['messages']): return self.reply(400, dict(error=dict(message=bad)))
         if model == 'html': return self.reply(200, b'<html>welcome</html>', Content_Type='text/html')
         if model == 'hang': s.go_on.wait(2); self.close_connection = True; return
         if model == 'stream': return self.reply(200, b'data: {"choices": [{"delta": {"content": "NSC', Content_Type='text/event-stream')
         if model in CUT: # ends in the middle of the answer, or before it
             self.wfile.write(CUT[model])
             self.wfile.flush(); self.close_connection = True; self.connection.close(); return
-        message = s.brains.get(model, s.brains['good'])(body, s)
+        try: message = s.brains.get(model, s.brains['good'])(body, s)
+        except FileNotFoundError: return self.reply(404, dict(error=dict(message='no such page')))
         finish = 'tool_calls' if message and message.get('tool_calls') else 'stop'
         self.reply(200, dict(id='x', object='chat.completion', created=0, model=model, choices=[dict(index=0, finish_reason=finish, message=message)] if message else [],
-                             usage=dict(prompt_tokens=len(raw)//4, completion_tokens=20, total_tokens=len(raw)//4 + 20)))
+                             usage=dict(prompt_tokens=len(raw)//s.letters, completion_tokens=20, total_tokens=len(raw)//s.letters + 20)))
         with s.lock: s.delivered[digest] += 1
 
 
 class Server(ThreadingHTTPServer):
-    "The server while a `with` block lasts; `url`, `asked`, `delivered` (counts by request), `keys`, `requests`."
+    "The server while a `with` block lasts; `url`, `asked`, `delivered` (counts by request), `keys`, `requests`, `headers`; `letters` a token, as it counts."
     daemon_threads, request_queue_size = True, 128
     def __init__(self, keep=True, stall_after=None, **brains):
         super().__init__(('127.0.0.1', 0), Handler)
         self.keep, self.stall_after, self.brains = keep, stall_after, BRAINS | brains
         self.lock, self.go_on, self.waiting = threading.Lock(), threading.Event(), 0
-        self.asked, self.delivered, self.keys, self.requests = Counter(), Counter(), [], []
+        self.asked, self.delivered, self.keys, self.requests, self.headers, self.letters = Counter(), Counter(), [], [], [], 4
         self.url = f'http://127.0.0.1:{self.server_port}/v1'
     def handle_error(self, *args): pass # a client that was killed
     def __enter__(self): threading.Thread(target=self.serve_forever, daemon=True).start(); return self

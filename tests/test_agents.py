@@ -54,7 +54,7 @@ ENDS = dict(good='submitted', bad_json='out_of_steps', not_object='out_of_steps'
             silent='invalid', chatty='invalid', huge='invalid', huge_call='out_of_steps', many_calls='out_of_steps', wrong_schema='out_of_steps', learns='submitted',
             injected='submitted', no_choices='failed', busy='submitted', banned='failed', down='failed', flaky='submitted', cut='failed', hangup='failed',
             html='failed', leaky='failed', echo='invalid', busy_silent='submitted', restarting='submitted', hang='failed', stream='failed', chunked='failed', odd_calls='failed',
-            odd_text='invalid')
+            odd_text='invalid', nan='submitted', year='submitted', nested='failed', odd_name='out_of_steps', surrogate='invalid', echo_cut='invalid', echo_name='out_of_steps')
 
 
 @pytest.fixture(scope='module')
@@ -113,7 +113,7 @@ def test_orders_in_a_title_stay_data(played):
 def test_key_is_nowhere(played, world, tmp_path, capfd):
     "Not in cache, transcript, log, error or page, even where the server says it back."
     assert "your key is [key]" in played['out']['echo'][0].transcript[0]['said']
-    forms = [KEY, json.dumps(KEY)[1:-1], KEY[:18]]
+    forms = ['canary-key'] # however the rest of it is written
     hay = [gzip.decompress(f.read_bytes()).decode() for f in (played['folder']/'cache').rglob('*.gz')]
     assert len(hay) > 20
     hay += [(played['folder']/'log').read_text(), json.dumps([o.transcript for o, _ in played['out'].values()]), repr([o for o, _ in played['out'].values()]), repr(played['out']['good'][1])]
@@ -127,6 +127,44 @@ def test_key_is_nowhere(played, world, tmp_path, capfd):
     lines = list(agents.read_transcripts(tmp_path/'t.jsonl'))
     hay += [(tmp_path/'t.jsonl').read_text(), *map(agents.transcript_html, lines), *capfd.readouterr()]
     assert not [h[max(h.find(f) - 80, 0):][:200] for h in hay for f in forms if f in h]
+
+
+def test_nothing_of_the_environment_travels_along(world, monkeypatch):
+    "What the client's library reads from the environment for one vendor is not sent to another."
+    monkeypatch.setenv('OPENAI_CUSTOM_HEADERS', 'X-Account: stray-header'); monkeypatch.setenv('OPENAI_ORG_ID', 'stray-org'); monkeypatch.setenv('OPENAI_PROJECT_ID', 'stray-project')
+    with Server() as s: agents.run_agent(spec(s, 'good'), windows(), make(world), CFG)
+    assert s.headers and 'stray' not in json.dumps(s.headers)
+
+
+def test_a_key_is_not_sent_in_clear():
+    with pytest.raises(core.ParamError, match='in clear'): agents.AgentSpec('x', 'm', 'http://models.example/v1', 'CANARY_API_KEY')
+    agents.AgentSpec('x', 'm', 'http://127.0.0.1:8000/v1', 'CANARY_API_KEY')
+
+
+def test_one_refusal_on_the_way_costs_one_window(world):
+    "A gateway that answers 404 once is not a wrong address."
+    def brain(body, s):
+        if 'Window 3' in json.dumps(body['messages'][1]): raise FileNotFoundError
+        return BRAINS['good'](body, s)
+    with Server(good=brain) as s: _, runs = agents.run_agent(spec(s, 'good'), windows(5), make(world), NS(**vars(CFG) | dict(in_flight=1)))
+    assert runs.status.tolist() == ['submitted']*3 + ['failed', 'submitted']
+
+
+def test_a_damaged_or_foreign_answer_on_disk_is_asked_again(world, tmp_path):
+    with Server() as s:
+        for harm in (lambda b: b[:-9] + b'123456789', lambda b: b[:len(b)//2], lambda b: gzip.compress(b'{"reply": {"other": 1}}'), lambda b: gzip.compress(b'{"reply": null}')):
+            first = agents.run_agent(spec(s, 'good'), windows(), make(world), CFG, cache=agents.CallCache(tmp_path/'c'))
+            for f in (tmp_path/'c').rglob('*.gz'): f.write_bytes(harm(f.read_bytes()))
+            again = agents.run_agent(spec(s, 'good'), windows(), make(world), CFG, cache=agents.CallCache(tmp_path/'c'))
+            assert first[1].status.tolist() == again[1].status.tolist() == ['submitted']
+
+
+def test_what_comes_too_late_is_counted(world):
+    "A vendor may charge for an answer that came after the time was over."
+    with Server() as s: _, runs = agents.run_agent(spec(s, 'good'), windows(), make(world), CFG)
+    with Server(good=lambda body, t: (time.sleep(1) if len(t.asked) == 1 and t.asked.most_common(1)[0][1] == 1 else None) or BRAINS['good'](body, t)) as s:
+        _, late = agents.run_agent(spec(s, 'good', timeout=0.5), windows(), make(world), CFG)
+    assert late.status.tolist() == ['submitted'] and late.usd[0] > runs.usd[0]
 
 
 def test_second_run_asks_nothing(world, tmp_path):
@@ -199,8 +237,12 @@ def test_page_escapes_what_it_shows(world, tmp_path):
 
 
 @pytest.mark.parametrize('limit, status', [(dict(usd_total=0.03), 'out_of_money'), (dict(tokens=6000), 'out_of_tokens')])
-def test_limits_hold(world, limit, status):
-    with Server() as s: _, runs = agents.run_agent(spec(s, 'loop', max_tokens=100), windows(5), make(world), NS(**vars(CFG) | dict(steps=50) | limit))
+@pytest.mark.parametrize('letters', [4, 2])
+def test_limits_hold(world, limit, status, letters):
+    "Also where the endpoint counts more tokens than the text's length suggests."
+    with Server() as s:
+        s.letters = letters
+        _, runs = agents.run_agent(spec(s, 'loop', max_tokens=100), windows(5), make(world), NS(**vars(CFG) | dict(steps=50) | limit))
     assert set(runs.status) == {status} and (runs.steps > 0).all()
     assert runs.usd.sum() <= 0.03 if 'usd_total' in limit else (runs.tokens_in + runs.tokens_out).max() <= 6000
 
