@@ -22,7 +22,7 @@ $(READY): requirements.txt pyproject.toml
 	if [ ! -x $(VENV)/bin/pip ] && ! $$py -m venv --clear $(VENV) >/dev/null 2>&1; then \
 	  echo "error: $$py cannot make a virtual environment: install its venv module (Debian: python3-venv) and run make again" >&2; exit 1; fi; \
 	echo "Installing about 2 GB of packages into $(VENV) (3 to 6 minutes; log in $(VENV)/setup.log) ..."; \
-	if ! { $(VENV)/bin/python -m pip install --disable-pip-version-check --retries 2 --timeout 60 -r requirements.txt && \
+	if ! { $(VENV)/bin/python -m pip install --disable-pip-version-check --no-compile --retries 2 --timeout 60 -r requirements.txt && \
 	       $(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e . ; } >$(VENV)/setup.log 2>&1; then \
 	  if grep -qiE 'NewConnectionError|NameResolution|Temporary failure|Network is unreachable|ProxyError|ConnectTimeout|Connection refused' $(VENV)/setup.log; then \
 	    echo "error: no network: pip cannot reach the package index; connect and run make again (log: $(VENV)/setup.log)" >&2; \
