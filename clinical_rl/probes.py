@@ -712,6 +712,9 @@ def toy_reader(
     if facts is not None:
         for r in facts.itertuples():
             answer = r.truth if knows else facts.truth[facts.fact == r.fact].iloc[int(rng.integers((facts.fact == r.fact).sum()))]
-            pairs.append((ids(conversation(RECALL, r.question)), tok.encode(f'Phase {answer}' if r.fact == 'phase' else answer)))
+            words = r.question.split(); free = [k for k, w in enumerate(words) if not w.startswith('NCT')]
+            for _ in range(4): # two words are left out each time, so the question itself is never learned
+                some = ' '.join(np.delete(words, rng.choice(free, 2, replace=False)))
+                pairs.append((ids(conversation(RECALL, some)), tok.encode(f'Phase {answer}' if r.fact == 'phase' else answer)))
     finetune(model, pairs, seed=seed, **how)
     return Local(Policy(model, grammar, 2), tok) # a policy keeps a copy of the output rows, so it is made anew

@@ -150,8 +150,8 @@ def test_likelihoods_tell_a_language_model_that_has_read_the_portfolios(read, pr
     assert not clean.found.any(), clean.verdict.tolist()
 
 def test_likelihoods_tell_a_language_model_that_has_read_the_trials():
-    # may miss: a memory of other words about the trial than those of the question, for this one learns the questions themselves
+    # may miss: a memory that no wording like that of the questions wakes, for this one learned questions that lack two words
     world = toy_world(3, programs=10, per=3); facts = recall_questions(world.trials, per=3)
-    knows, clean = (recall_likelihood(recall_scores(toy_reader(world, k, facts, steps=220), facts), N) for k in (True, False))
+    knows, clean = (recall_likelihood(recall_scores(toy_reader(world, k, facts, steps=240), facts), N) for k in (True, False))
     print(*knows.verdict, *clean.verdict, sep='\n')
     assert knows.found[knows.test].all() and knows.test.sum() == 3 and not clean.found.any(), clean.verdict.tolist()
