@@ -1,4 +1,5 @@
 "Probes find what was planted, in chat models and in a language model, and rarely find what is not there."
+import re
 from types import SimpleNamespace
 
 import numpy as np, pandas as pd, pytest
@@ -31,7 +32,7 @@ def test_facts_are_recalled_by_their_own_key(world):
     # may miss: a memory keyed by neither, such as the sponsor and the year
     questions = recall_questions(world.trials, per=4)
     class Keyed(ToyProvider):
-        def _fact(self, q): return super()._fact(q) if ('NCT' in q) == self.by_number else 'unknown'
+        def _fact(self, q): return super()._fact(q) if bool(re.search(r'NCT\d', q)) == self.by_number else 'unknown'
     def tested(by_number):
         p = Keyed(world, knows=True); p.by_number = by_number
         f = recall(recall_answers(p, questions), N)
