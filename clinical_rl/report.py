@@ -209,7 +209,7 @@ def read_notebook(
 
 def footer(
     base, # project root
-) -> dict: # version, data (md5), params_hash (sha256), params (text)
+) -> dict: # version, data (md5), params_hash (sha256), params (text without comments)
     "What a page was made from. No date: the same inputs give the same page."
     from clinical_rl import __version__
     base = Path(base)
@@ -217,7 +217,8 @@ def footer(
     except (OSError, KeyError, TypeError, IndexError, yaml.YAMLError):
         raise DataError(f'{base}/data.dvc is missing or holds no md5; restore it with `git checkout data.dvc`') from None
     text = (base/'params.yaml').read_text()
-    return dict(version=__version__, data=md5, params=text, params_hash=hashlib.sha256(text.encode()).hexdigest())
+    plain = yaml.safe_dump(yaml.safe_load(text), sort_keys=False, default_flow_style=None, width=120) # without the comments: every page holds it
+    return dict(version=__version__, data=md5, params=plain, params_hash=hashlib.sha256(text.encode()).hexdigest())
 
 def _environment(templates):
     import jinja2
