@@ -307,8 +307,8 @@ def code_trials(
 ) -> pd.DataFrame: # with indications, phase_code, line, regimen, own, sponsor_known, usable
     "Add the coded columns to the registry."
     r = registry.astype(object).where(registry.notna(), None) # the mappers take None for what is missing
-    own = [{d: vocab.own_sponsor(d, lead, title) for d in drugs.split('|')}
-           for drugs, lead, title in zip(r.drugs, r.lead_sponsor, r.title)]
+    own = [{d: vocab.own_sponsor(d, lead, title, day) for d in drugs.split('|')}
+           for drugs, lead, title, day in zip(r.drugs, r.lead_sponsor, r.title, r.event_date)]
     text = lambda values: pd.Series(list(values), index=r.index, dtype='str')
     out = registry.assign(
         indications=text('|'.join(vocab.map_indications(c, t)) or None for c, t in zip(r.conditions, r.title)),

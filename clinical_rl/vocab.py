@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['INDICATIONS', 'PHASES', 'LINES', 'REGIMENS', 'ABBREVIATIONS', 'INDICATION_PATTERNS', 'HEADINGS', 'PROGRAMS',
-           'ALSO_CALLED', 'AGENT_STEMS', 'AGENT_NAMES', 'SPONSOR_PATTERNS', 'COMPANIES', 'HANDOVERS', 'BRANDS', 'Quick',
-           'normalize', 'map_indications', 'collapse', 'map_phase', 'map_line', 'map_regimen', 'map_site',
-           'map_approval', 'canonical_sponsor', 'sponsor_at', 'own_sponsor', 'scrub_brands', 'accuracy']
+           'ALSO_CALLED', 'AGENT_STEMS', 'AGENT_NAMES', 'SPONSOR_PATTERNS', 'COMPANIES', 'HANDOVERS', 'JOINED',
+           'BRANDS', 'Quick', 'normalize', 'map_indications', 'collapse', 'map_phase', 'map_line', 'map_regimen',
+           'map_site', 'map_approval', 'canonical_sponsor', 'sponsor_at', 'own_sponsor', 'scrub_brands', 'accuracy']
 
 # %% ../nbs/01_vocab.ipynb #c003
 import re, unicodedata
@@ -596,7 +596,7 @@ PROGRAMS = pd.DataFrame([
     ('abiraterone', 'Cougar Biotechnology|Janssen', 'Zytiga|Yonsa|Akeega', 'CB-?7630|JNJ-?212082|COU-AA|LATITUDE|'
         'MAGNITUDE|AMPLITUDE|ACIS'),
     ('apalutamide', 'Aragon|Janssen', 'Erleada', 'ARN-?509|JNJ-?56021927|SPARTAN|TITAN|ATLAS|PROTEUS|ACIS'),
-    ('cabozantinib', 'Exelixis|Ipsen|Takeda|Bristol-Myers Squibb', 'Cabometyx|Cometriq', 'XL-?184|BMS-?907351|METEOR|'
+    ('cabozantinib', 'Exelixis|Ipsen|Takeda', 'Cabometyx|Cometriq', 'XL-?184|BMS-?907351|METEOR|'
         'CELESTIAL|COSMIC|CONTACT|COMET|EXAM'),
     ('lenvatinib', 'Eisai|Merck Sharp & Dohme', 'Lenvima|Kisplyx', 'E7080|MK-?7902|LEAP|REFLECT|SELECT'),
     ('regorafenib', 'Bayer', 'Stivarga', 'BAY-? ?73-?4506|CORRECT|RESORCE|CONSIGN'),
@@ -961,8 +961,6 @@ HANDOVERS = pd.DataFrame([
     ('axicabtagene ciloleucel', 'Kite', 'Gilead Sciences', '2017-10-03', '2017-10-03'),
     ('larotrectinib', 'Loxo', 'Bayer', '2017-11-14', '2019-02-15'),
     ('selpercatinib', 'Loxo', 'Eli Lilly', '2019-02-15', '2019-02-15'),
-    ('lenalidomide', 'Celgene', 'Bristol-Myers Squibb', '2019-11-20', '2019-11-20'),
-    ('pomalidomide', 'Celgene', 'Bristol-Myers Squibb', '2019-11-20', '2019-11-20'),
     ('sacituzumab govitecan', 'Immunomedics', 'Gilead Sciences', '2020-10-23', '2020-10-23'),
     ('brentuximab vedotin', 'Seagen', 'Pfizer', '2023-12-14', '2023-12-14'),
     ('enfortumab vedotin', 'Seagen', 'Pfizer', '2023-12-14', '2023-12-14'),
@@ -1001,27 +999,40 @@ def sponsor_at(
     return name and _sponsor_at(name, pd.Timestamp(t).strftime('%Y-%m-%d'), tuple(drug.split('|')) if drug else ())
 
 # %% ../nbs/01_vocab.ipynb #c052
+JOINED = pd.DataFrame([
+    ('bortezomib', 'Janssen', '2003-06-30'), ('enzalutamide', 'Astellas', '2009-10-27'),
+    ('brentuximab vedotin', 'Millennium', '2009-12-14'), ('brentuximab vedotin', 'Takeda', '2009-12-14'),
+    ('ibrutinib', 'Janssen', '2011-12-08'), ('avelumab', 'Pfizer', '2014-11-17'), ('cemiplimab', 'Sanofi', '2015-07-28'),
+    ('cabozantinib', 'Ipsen', '2016-03-01'), ('cabozantinib', 'Takeda', '2017-01-30'), ('niraparib', 'Janssen', '2016-04-06'),
+    ('niraparib', 'Zai Lab', '2016-09-28'), ('olaparib', 'Merck Sharp & Dohme', '2017-07-27'),
+    ('lenvatinib', 'Merck Sharp & Dohme', '2018-03-08'), ('trastuzumab deruxtecan', 'AstraZeneca', '2019-03-29'),
+    ('lenalidomide', 'Bristol-Myers Squibb', '2019-11-20'), ('pomalidomide', 'Bristol-Myers Squibb', '2019-11-20'),
+], columns=['drug', 'sponsor', 'since'])
+
+# %% ../nbs/01_vocab.ipynb #c053
 _ANY_CASE = ('KEYNOTE|KEYLYNK|CheckMate|JAVELIN|MONALEESA|PALOMA|IMpower|IMvigor|IMpassion|CodeBreaK|LIBRETTO|KRYSTAL|'
     'TROPiCS').split('|')
 def _mark(m): return f'(?i:{m})' if _is_code(m) or m in _ANY_CASE else m
 _MARKS = {d: re.compile('(?<![A-Za-z])(?:' + '|'.join(map(_mark, ms.split('|'))) + r')(?:(?<=-)|(?![a-zA-Z]))')
           for d, ms in PROGRAMS['marks'].items()}
-_OWNERS = {d: frozenset(s.split('|')) for d, s in PROGRAMS['sponsors'].items()}
+_OWNERS = {d: dict.fromkeys(s.split('|'), '') for d, s in PROGRAMS['sponsors'].items()} # drug -> sponsor -> since when
+for r in JOINED.itertuples(): _OWNERS[r.drug][r.sponsor] = r.since
 
 def own_sponsor(
     drug:str,              # program
     lead_sponsor:str|None, # lead sponsor as written
     title:str|None,        # title
+    day,                   # of registration: Timestamp or ISO string
 )->bool|None: # True, False, or None where no sponsor is named and the title gives none away
-    "Does the program's own sponsor lead this trial?"
+    "Was the lead of this trial a sponsor of the program on the day it was registered?"
     if drug not in _OWNERS:
         raise DataError(f'vocab: no row for program {drug!r}; add its sponsors, brands and marks to vocab.PROGRAMS')
     lead = canonical_sponsor(lead_sponsor)
-    if lead: return lead in _OWNERS[drug]
+    if lead: return lead in _OWNERS[drug] and f'{pd.Timestamp(day):%Y-%m-%d}' >= _OWNERS[drug][lead]
     title = _text(title)
     return True if _MARKS[drug].search(title) and 'mulation of' not in title else None
 
-# %% ../nbs/01_vocab.ipynb #c055
+# %% ../nbs/01_vocab.ipynb #c056
 _OTHERS = '''Abraxane:nab-paclitaxel Taxotere:docetaxel Taxol:paclitaxel Xeloda:capecitabine Gemzar:gemcitabine
 Alimta:pemetrexed Eloxatin:oxaliplatin Camptosar:irinotecan Temodar:temozolomide
 Temodal:temozolomide Faslodex:fulvestrant Femara:letrozole Arimidex:anastrozole Aromasin:exemestane Vidaza:azacitidine
@@ -1053,7 +1064,7 @@ def scrub_brands(
     text = _SUFFIX.sub(r'\1', _BRAND.sub(lambda m: _GENERIC[m[1].lower()], text))
     return _TWICE.sub(r'\1', text)
 
-# %% ../nbs/01_vocab.ipynb #c058
+# %% ../nbs/01_vocab.ipynb #c059
 def accuracy(
     labels_df:pd.DataFrame,   # nct_id, indications (pipe), phase, line, regimen; read by a person
     registry_df:pd.DataFrame, # registry rows: nct_id, drugs, phase, conditions, interventions, title
