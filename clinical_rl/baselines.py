@@ -6,10 +6,11 @@
 __all__ = ['LOW', 'HIGH', 'LAG', 'MODELS', 'METHODS', 'COUNTS', 'NOTHING', 'READS', 'calibrator', 'frequency', 'class_prior',
            'profiles', 'neighbours', 'nearest', 'sample_rows', 'undo_sampling', 'design', 'logistic', 'boosting',
            'average', 'log_loss', 'last_items', 'grid', 'pair_f1', 'decode', 'fitted', 'tune', 'run', 'out_of_fold',
-           'forward', 'open_blocks', 'run_job', 'fit_job']
+           'forward', 'open_blocks', 'run_job', 'fit_job', 'without', 'without_job']
 
 # %% ../nbs/13_baselines.ipynb #c003
 import itertools
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -17,7 +18,7 @@ import pandas as pd
 
 from . import core, decoding, gate
 from .episodes import ITEM
-from .features import load_block
+from .features import Block, load_block
 
 # %% ../nbs/13_baselines.ipynb #c008
 LOW, HIGH = 1e-4, 0.995 # no forecast is certain
@@ -315,3 +316,27 @@ def fit_job(
     "One fit of a method, for `core.parallel_map`."
     scope, split, fit, rows = job
     return MODELS[method](blocks(scope, split), fit, setting, seed)(rows)
+
+# %% ../nbs/13_baselines.ipynb #c041
+def without(
+    block,   # features
+    columns, # names that are taken out
+) -> Block:
+    "The same windows, fewer features."
+    if gone := set(columns) - set(block.columns): raise ValueError(f'no such feature: {", ".join(sorted(gone))}')
+    keep = [c for c in block.columns if c not in columns]
+    return replace(block, columns=keep, X=block.X[:, :, [block.columns.index(c) for c in keep]])
+
+def without_job(
+    blocks,
+    job, # scope, split, names of the features that are taken out
+    method, setting, seed=0, min_items=1, floor=0.002,
+) -> pd.DataFrame: # a row a test episode: episode_id, program, items (predicted), truth, loss (nats)
+    "One fit of a method without some features, for `core.parallel_map`."
+    scope, split, gone = job
+    b = without(blocks(scope, split), gone)
+    rows = b.rows('test', empty=False)
+    items, _, P = fitted(method, b, setting, None, seed, min_items, floor)(rows)
+    w = b.windows.iloc[rows]
+    return pd.DataFrame(dict(episode_id=w.episode_id.tolist(), program=w.program.tolist(), items=items, truth=w['items'].tolist(),
+                             loss=log_loss(P, b.y[rows])))
