@@ -49,7 +49,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': 'local', 'g
                                     'clinical_rl.agents.redact': ('agents.html#redact', 'clinical_rl/agents.py'),
                                     'clinical_rl.agents.refuses': ('agents.html#refuses', 'clinical_rl/agents.py'),
                                     'clinical_rl.agents.request_body': ('agents.html#request_body', 'clinical_rl/agents.py'),
-                                    'clinical_rl.agents.retry_after': ('agents.html#retry_after', 'clinical_rl/agents.py'),
                                     'clinical_rl.agents.run_agent': ('agents.html#run_agent', 'clinical_rl/agents.py'),
                                     'clinical_rl.agents.run_episode': ('agents.html#run_episode', 'clinical_rl/agents.py'),
                                     'clinical_rl.agents.share_budget': ('agents.html#share_budget', 'clinical_rl/agents.py'),

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['MODES', 'ANSWERS', 'LONGEST', 'MAX_CALLS', 'MAX_WAIT', 'MAX_BYTES', 'RULES', 'BY_TEXT', 'PLAIN', 'NUDGE', 'STATUSES',
            'MAX_ITEMS', 'NUDGES', 'RUN_COLUMNS', 'AgentSpec', 'read_key', 'redact', 'CallCache', 'CallError', 'Reply',
-           'about_tokens', 'read_reply', 'retry_after', 'request_body', 'Provider', 'codes', 'question', 'opening',
-           'calls_in_text', 'refuses', 'Budget', 'Outcome', 'use_tool', 'run_episode', 'test_windows', 'first_windows',
-           'tool_maker', 'share_budget', 'run_agent', 'summary', 'read_transcripts', 'dry_run', 'estimate', 'main',
-           'transcript_html', 'transcripts_html']
+           'about_tokens', 'read_reply', 'request_body', 'Provider', 'codes', 'question', 'opening', 'calls_in_text',
+           'refuses', 'Budget', 'Outcome', 'use_tool', 'run_episode', 'test_windows', 'first_windows', 'tool_maker',
+           'share_budget', 'run_agent', 'summary', 'read_transcripts', 'dry_run', 'estimate', 'main', 'transcript_html',
+           'transcripts_html']
 
 # %% ../nbs/13d_agents.ipynb #c003
-import argparse, email.utils, gzip, hashlib, html, json, math, os, re, sys, threading, time, zlib
+import argparse, gzip, hashlib, html, json, os, re, sys, threading, time, zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +25,7 @@ import pandas as pd
 from . import core, decoding, gate, records
 from .episodes import ITEM
 from .prompts import canonical, item_text, item_tuple, parse_portfolio
+from .sources.client import retry_after
 from .splits import hash_order
 from .tools import Pseudonyms, Tools
 from .vocab import INDICATIONS, LINES, PHASES, REGIMENS
@@ -160,17 +161,6 @@ def read_reply(
     why = getattr(choice, 'finish_reason', None)
     return Reply(text, calls, read, written, 'refusal' if refusal or why == 'content_filter' else str(why))
 
-def retry_after(
-    error, # of the client
-) -> float|None: # seconds that the server asks to wait; None: it doesn't say
-    "`Retry-After`, in seconds or as a date."
-    headers = getattr(getattr(error, 'response', None), 'headers', {})
-    if not (value := headers.get('retry-after')): return None
-    try: return max(float(value), 0.0) if math.isfinite(float(value)) else None
-    except ValueError: pass
-    try: return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
-    except (ValueError, TypeError, OverflowError): return None
-
 # %% ../nbs/13d_agents.ipynb #c014
 MAX_WAIT = 60 # seconds; a server that asks for more is given up
 MAX_BYTES = 8*2**20 # of an answer
@@ -236,7 +226,7 @@ class Provider:
                 return replace(reply, lost=lost)
             except (openai.APIError, OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError) as e:
                 problem, status = self._words(e), getattr(e, 'status_code', None)
-                wait = retry_after(e)
+                wait = retry_after(getattr(getattr(e, 'response', None), 'headers', {}))
                 refused = isinstance(e, openai.APIConnectionError) and not isinstance(e, openai.APITimeoutError)
                 lost += not status and not refused # a vendor may charge for what came too late or damaged
             if status in (401, 404): break

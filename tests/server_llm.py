@@ -38,7 +38,7 @@ BRAINS = dict( # model -> function: request, server -> message
 
 
 _JSON = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n'
-ODD_WAITS = dict(nan='nan', year='Mon, 01 Jan 999999 00:00:00 GMT')
+ODD_WAITS = dict(nan='nan', year=f'Mon, 01 Jan {"9"*20} 00:00:00 GMT')
 CUT = dict(hangup=b'', cut=_JSON + b'Content-Length: 500\r\n\r\n{"choices": [{"mess', chunked=_JSON + b'Transfer-Encoding: chunked\r\n\r\n13\r\n{"choices": [{"mess')
 
 

@@ -148,11 +148,12 @@ def retry_after(
 ) -> float|None: # seconds; None where nothing sensible is said
     "How long the host wants us to wait."
     said = headers.get('retry-after', '').strip()
-    if said.isascii() and said.isdigit(): return float(said)
+    try: return seconds if 0 <= (seconds := float(said)) < float('inf') else None # nan is neither
+    except ValueError: pass
     try:
         at = email.utils.parsedate_to_datetime(said).timestamp()
         now = email.utils.parsedate_to_datetime(headers['date']).timestamp() if 'date' in headers else time.time()
-    except ValueError: return None
+    except (ValueError, OverflowError): return None # the second: a year or hour beyond what a date can hold
     return max(0.0, at - now)
 
 # %% ../../nbs/sources/00_client.ipynb #c023
