@@ -46,7 +46,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': 'local', 'g
                                     'clinical_rl.agents.read_key': ('agents.html#read_key', 'clinical_rl/agents.py'),
                                     'clinical_rl.agents.read_reply': ('agents.html#read_reply', 'clinical_rl/agents.py'),
                                     'clinical_rl.agents.read_transcripts': ('agents.html#read_transcripts', 'clinical_rl/agents.py'),
-                                    'clinical_rl.agents.redact': ('agents.html#redact', 'clinical_rl/agents.py'),
                                     'clinical_rl.agents.refuses': ('agents.html#refuses', 'clinical_rl/agents.py'),
                                     'clinical_rl.agents.request_body': ('agents.html#request_body', 'clinical_rl/agents.py'),
                                     'clinical_rl.agents.run_agent': ('agents.html#run_agent', 'clinical_rl/agents.py'),

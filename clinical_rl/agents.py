@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MODES', 'ANSWERS', 'LONGEST', 'MAX_CALLS', 'MAX_WAIT', 'MAX_BYTES', 'RULES', 'BY_TEXT', 'PLAIN', 'NUDGE', 'STATUSES',
-           'MAX_ITEMS', 'NUDGES', 'RUN_COLUMNS', 'AgentSpec', 'read_key', 'redact', 'CallCache', 'CallError', 'Reply',
+           'MAX_ITEMS', 'NUDGES', 'RUN_COLUMNS', 'AgentSpec', 'read_key', 'CallCache', 'CallError', 'Reply',
            'about_tokens', 'read_reply', 'request_body', 'Provider', 'codes', 'question', 'opening', 'calls_in_text',
            'refuses', 'Budget', 'Outcome', 'use_tool', 'run_episode', 'test_windows', 'first_windows', 'tool_maker',
            'share_budget', 'run_agent', 'summary', 'read_transcripts', 'dry_run', 'estimate', 'main', 'transcript_html',
@@ -25,7 +25,7 @@ import pandas as pd
 from . import core, decoding, gate, records
 from .episodes import ITEM
 from .prompts import canonical, item_text, item_tuple, parse_portfolio
-from .sources.client import retry_after
+from .sources.client import hide, redact, retry_after
 from .splits import hash_order
 from .tools import Pseudonyms, Tools
 from .vocab import INDICATIONS, LINES, PHASES, REGIMENS
@@ -73,22 +73,12 @@ class AgentSpec:
 def read_key(
     spec, # AgentSpec
 ) -> str: # '' where none is needed
-    "The key, from the environment."
+    "The key, from the environment; from now on `redact` strikes it out, wherever it stands."
     if not spec.key_env: return ''
-    key = os.environ.get(spec.key_env, '').strip()
-    if len(key) < 8: # what is shorter can't be struck out of a text without harm
-        what = 'fewer than 8 characters' if key else 'no key'
-        raise core.ParamError(f'params.yaml: agents.models.{spec.name}: {what} in the environment variable {spec.key_env}; '
+    if not (key := os.environ.get(spec.key_env, '').strip()):
+        raise core.ParamError(f'params.yaml: agents.models.{spec.name}: no key in the environment variable {spec.key_env}; '
                               'export the key there, or turn the agent off')
-    return key
-
-def redact(
-    x,          # what JSON can hold
-    secret:str, # a key, or ''
-): # the same, without the key
-    "Strike a key out, wherever it stands."
-    if not secret: return x
-    return json.loads(json.dumps(x).replace(json.dumps(secret)[1:-1], '[key]'))
+    return hide(key, f'environment variable {spec.key_env}')
 
 # %% ../nbs/13d_agents.ipynb #c009
 ANSWERS = '.cache/agents' # in the project: they may have cost money
@@ -141,11 +131,10 @@ def about_tokens(*parts) -> int: # on the high side, so that a budget holds
 def read_reply(
     response,  # body of an answer, objects as namespaces; anything at all, if the server is odd
     request,   # what was asked, for servers that count no tokens
-    secret='', # key that must not be kept, not even a part of it
 ) -> Reply: # raises TypeError, AttributeError or IndexError where it is no answer
     "The part of an answer that the loop needs."
-    def cut(x, most=LONGEST): # struck out before it is cut, or the beginning of a key could stay at the end
-        return redact((x if isinstance(x, str) else json.dumps(x, default=vars)).encode('utf-8', 'replace').decode(), secret)[:most]
+    def cut(x, most=LONGEST): # keys are struck out before it is cut, or the beginning of one could stay at the end
+        return redact((x if isinstance(x, str) else json.dumps(x, default=vars)).encode('utf-8', 'replace').decode())[:most]
     choice = response.choices[0]; m, use = choice.message, getattr(response, 'usage', None)
     calls = []
     for n, c in enumerate((getattr(m, 'tool_calls', None) or [])[:MAX_CALLS]):
@@ -183,9 +172,9 @@ class Provider:
         sleep=time.sleep, # how to wait
     ):
         from openai import DefaultHttpxClient, OpenAI
-        self.spec, self.cache, self.sleep, self._key = spec, cache, sleep, read_key(spec)
+        self.spec, self.cache, self.sleep = spec, cache, sleep
         # a proxy is never asked for this machine; nor do names of OpenAI accounts in the environment go to other vendors
-        self.client = OpenAI(api_key=self._key or 'none', base_url=spec.base_url, timeout=spec.timeout, max_retries=0,
+        self.client = OpenAI(api_key=read_key(spec) or 'none', base_url=spec.base_url, timeout=spec.timeout, max_retries=0,
                              http_client=DefaultHttpxClient(trust_env=not spec.local, timeout=spec.timeout))
         self.client.organization = self.client.project = None
         self.client._custom_headers, self.answered = {}, False # nor do headers from the environment
@@ -204,7 +193,7 @@ class Provider:
             try: return Reply(**self.cache.get(key))
             except TypeError: pass # nothing is there, or something else
             reply = self._ask(request)
-            self.cache.put(key, redact(request, self._key), asdict(reply))
+            self.cache.put(key, redact(request), asdict(reply))
             return reply
 
     def _post(self, request): # the body of an answer, bounded in time and size
@@ -221,7 +210,7 @@ class Provider:
         problem, lost = '', 0
         for attempt in range(self.spec.retries + 1):
             try:
-                reply = read_reply(self._post(request), request, self._key)
+                reply = read_reply(self._post(request), request)
                 self.answered = True
                 return replace(reply, lost=lost)
             except (openai.APIError, OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError) as e:
@@ -243,7 +232,7 @@ class Provider:
         body = getattr(e, 'body', None); said = body.get('message') if isinstance(body, dict) else None
         if getattr(e, 'status_code', None) == 401: return '401' # some vendors repeat a part of the key
         said = said or (str(e) if hasattr(e, 'status_code') or isinstance(e, OSError) else 'no answer that can be read')
-        return redact(' '.join(f'{getattr(e, "status_code", type(e).__name__)} {said}'.split())[:2000], self._key)[:200]
+        return redact(' '.join(f'{getattr(e, "status_code", type(e).__name__)} {said}'.split())[:2000])[:200]
 
 # %% ../nbs/13d_agents.ipynb #c018
 def codes() -> str: # lines

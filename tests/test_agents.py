@@ -1,5 +1,5 @@
 "Agents against a scripted server: whatever a model or a server does ends in a scored outcome; keys stay secret; a killed run goes on."
-import gzip, json, logging, os, signal, subprocess, sys, time, traceback
+import base64, gzip, json, logging, os, signal, subprocess, sys, time, traceback
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace as NS
@@ -112,8 +112,8 @@ def test_orders_in_a_title_stay_data(played):
 
 def test_key_is_nowhere(played, world, tmp_path, capfd):
     "Not in cache, transcript, log, error or page, even where the server says it back."
-    assert "your key is [key]" in played['out']['echo'][0].transcript[0]['said']
-    forms = ['canary-key'] # however the rest of it is written
+    assert "your key is ***" in played['out']['echo'][0].transcript[0]['said']
+    forms = ['canary-key', base64.b64encode(KEY.encode()).decode()] # however the rest of it is written
     hay = [gzip.decompress(f.read_bytes()).decode() for f in (played['folder']/'cache').rglob('*.gz')]
     assert len(hay) > 20
     hay += [(played['folder']/'log').read_text(), json.dumps([o.transcript for o, _ in played['out'].values()]), repr([o for o, _ in played['out'].values()]), repr(played['out']['good'][1])]
@@ -127,6 +127,13 @@ def test_key_is_nowhere(played, world, tmp_path, capfd):
     lines = list(agents.read_transcripts(tmp_path/'t.jsonl'))
     hay += [(tmp_path/'t.jsonl').read_text(), *map(agents.transcript_html, lines), *capfd.readouterr()]
     assert not [h[max(h.find(f) - 80, 0):][:200] for h in hay for f in forms if f in h]
+
+
+@pytest.mark.parametrize('bad', ['tiny', 'schlüssel-lang', 'with\x07bell--'])
+def test_a_key_that_could_not_be_struck_out_is_refused(bad, monkeypatch):
+    monkeypatch.setenv('CANARY_API_KEY', bad)
+    with pytest.raises(core.DataError, match='environment variable CANARY_API_KEY: a key has 8') as e: agents.read_key(agents.AgentSpec('x', 'm', 'https://x.org/v1', 'CANARY_API_KEY'))
+    assert bad not in str(e.value)
 
 
 def test_nothing_of_the_environment_travels_along(world, monkeypatch):

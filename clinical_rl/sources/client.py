@@ -57,11 +57,14 @@ def hide(
     return key
 
 def redact(
-    text, # str or bytes
-): # the same type
-    "Text with `***` where a key was."
-    for f in _forms: text = text.replace(f, '***') if isinstance(text, str) else text.replace(f.encode(), b'***')
-    return text
+    x, # str or bytes; lists and dicts as JSON has them, with all that stands in them
+): # the same, with `***` where a key was
+    "Strike every key out."
+    if isinstance(x, dict): return {redact(k): redact(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)): return [redact(v) for v in x]
+    for f in _forms if isinstance(x, (str, bytes)) else ():
+        x = x.replace(f, '***') if isinstance(x, str) else x.replace(f.encode(), b'***')
+    return x
 
 class _Redact(logging.Filter):
     def filter(self, record):
