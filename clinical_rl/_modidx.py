@@ -149,6 +149,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': 'local', 'g
                                   'clinical_rl.core.TrainParams': ('core.html#trainparams', 'clinical_rl/core.py'),
                                   'clinical_rl.core.UtilizationSource': ('core.html#utilizationsource', 'clinical_rl/core.py'),
                                   'clinical_rl.core.WeightParams': ('core.html#weightparams', 'clinical_rl/core.py'),
+                                  'clinical_rl.core.WheelParams': ('core.html#wheelparams', 'clinical_rl/core.py'),
                                   'clinical_rl.core._P': ('core.html#_p', 'clinical_rl/core.py'),
                                   'clinical_rl.core._P._lists': ('core.html#_p._lists', 'clinical_rl/core.py'),
                                   'clinical_rl.core._distinct': ('core.html#_distinct', 'clinical_rl/core.py'),
