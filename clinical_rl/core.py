@@ -43,14 +43,14 @@ RESTORE = 'git checkout data.dvc && dvc pull --force data.dvc'
 
 # %% ../nbs/00_core.ipynb #c008
 def root(
-    start=None, # folder to search from; default: the working directory
+    start=None, # folder to search from; default: CLINICAL_RL_ROOT, else the working directory
 ) -> Path: # the project's root
-    "Folder that holds `settings.ini`, at or above `start`; the environment variable CLINICAL_RL_ROOT wins."
-    if env := os.environ.get('CLINICAL_RL_ROOT'): return Path(env).resolve()
+    "Folder that holds `settings.ini`, at or above `start`; without `start` that of the environment variable CLINICAL_RL_ROOT."
+    if start is None and (env := os.environ.get('CLINICAL_RL_ROOT')): return Path(env).resolve()
     start = Path(start or Path.cwd()).resolve()
     for p in (start, *start.parents):
         if (p/'settings.ini').exists() and (p/'params.yaml').exists(): return p
-    raise DataError(f'no settings.ini and params.yaml at or above {start}: run from inside the project, or set CLINICAL_RL_ROOT')
+    raise DataError(f'no settings.ini and params.yaml at or above {start}: run from inside the project, or name a folder in it')
 
 # %% ../nbs/00_core.ipynb #c011
 def _distinct(xs):
