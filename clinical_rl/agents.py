@@ -424,7 +424,7 @@ def tool_maker(
     dates,      # decision dates
     seed,       # of the pseudonyms
     index=None, # tools.Index; None: search by words alone
-    **more,     # limits, search, pan_tumour_above of tools.Tools
+    **more,     # limits, search and, where it is another, pan_tumour_above of tools.Tools
 ): # function: row of windows -> Tools
     "Tools for single windows; several threads may ask for them."
     gated, names = {t: gate.as_of(tables, t) for t in sorted(set(dates))}, Pseudonyms(seed)

@@ -13,6 +13,7 @@ from server_llm import BRAINS, GOOD, Server
 
 KEY = 'canary-key-"\\/-0123456789'
 ROOT = Path(__file__).parent.parent
+HOW = core.load_params(ROOT/'params.yaml').tools
 CFG = NS(in_flight=8, steps=4, tokens=100_000, usd=1.0, usd_total=100.0)
 ITEM = tuple(GOOD['items'][0].values())
 
@@ -34,7 +35,7 @@ def world(): return tiny()
 
 def make(world):
     g, t = world
-    return lambda row: tools.Tools(g, None, t, 'nivolumab', tools.Pseudonyms(1))
+    return lambda row: tools.Tools(g, None, t, 'nivolumab', tools.Pseudonyms(1), HOW.limits, HOW.search)
 
 
 def windows(n=1, program='nivolumab'):
@@ -224,7 +225,7 @@ def test_estimate_asks_nothing_and_needs_no_key(world, tmp_path, monkeypatch, ca
     assert agents.main(['gtp']) == 1 and "no 'gtp'; choose from gpt" in capsys.readouterr().err
     assert not (tmp_path/agents.ANSWERS).exists()
     p = core.load_params(); sp = agents.AgentSpec('gpt', **dict(p.agents.models['gpt'])); cache = agents.CallCache(tmp_path/agents.ANSWERS)
-    eps = agents.test_windows(tmp_path/'out', 'landscape', 'temporal'); made = agents.tool_maker(r, eps.decision_date, p.seed)
+    eps = agents.test_windows(tmp_path/'out', 'landscape', 'temporal'); made = agents.tool_maker(r, eps.decision_date, p.seed, limits=HOW.limits, search=HOW.search)
     assert len(eps) == 2
     for row in eps.itertuples():
         t = made(row); request = agents.request_body(sp, agents.opening(sp, row.question, t, p.agents.steps), t.schemas())
@@ -278,9 +279,8 @@ def test_heuristic_equals_frequency(real_records, scope):
     base, *_ = baselines.run('frequency', block, scope, 'temporal', section)
     counts = lru_cache(None)(lambda t, h, who: local_agents.field_counts(pasts[t], programs, set(drugs), frozenset(), h, who))
     known = local_agents.fit_frequency(block, section, lambda t, drug, h, who: counts(t, h, who)(drug))
-    gated = lru_cache(None)(lambda t: gate.as_of(r, t))
     eps = block.windows[block.windows.part == 'test'].assign(scope=scope, question=lambda d: [agents.question(a, b, scope) for a, b in zip(d.program, d.decision_date)])
-    make = lambda row: tools.Tools(gated(row.decision_date), None, row.decision_date, row.program, tools.Pseudonyms(p.seed), tools.Limits(result_chars=30_000))
+    make = agents.tool_maker(r, eps.decision_date, p.seed, limits=HOW.limits.model_copy(update=dict(result_chars=30_000)), search=HOW.search)
     df, runs = agents.run_agent(agents.AgentSpec('heuristic', **local_agents.HEURISTIC), eps, make, NS(in_flight=2, steps=60, tokens=10**9, usd=1, usd_total=1),
                                 provider=local_agents.Heuristic(known))
     assert set(runs.status) == {'submitted'} and runs.steps.max() > 2  # some needed several pages
