@@ -313,7 +313,6 @@ class Budget:
     steps: int = 12       # answers
     tokens: int = 150_000 # read and written
     usd: float = 1.0
-    months: int = 6       # of the window that is asked about
 
 @dataclass
 class Outcome:
@@ -364,10 +363,12 @@ def run_episode(
     tools,    # Tools of the window; None in mode plain
     spec,     # AgentSpec
     budget,   # Budget
+    months=6, # length of the window that is asked about
 ) -> Outcome:
     "Ask, carry out what is asked for, until a portfolio is submitted or a limit is reached."
     out, steps = Outcome(), 1 if spec.mode == 'plain' else budget.steps
-    messages, nudged, dense, lost = opening(spec, asked, tools, steps, budget.months), 0, 1.5, 0.0 # dense: tokens as they are counted, of those estimated
+    messages, nudged, lost = opening(spec, asked, tools, steps, months), 0, 0.0
+    dense = 1.5 # tokens as they are counted, of those estimated
     schemas = tools.schemas() if spec.mode == 'tools' else []
     submit = [t for t in schemas if t['function']['name'] == 'submit_portfolio']
     while out.steps < steps:
@@ -434,10 +435,9 @@ def tool_maker(
 def share_budget(
     cfg, # steps, tokens, usd (of a window), usd_total (of an agent)
     n,   # windows
-    months=6, # length of a window
 ) -> Budget: # of one window
     "A window's limits. The money is shared out beforehand, or the order of the windows would decide who gets it."
-    return Budget(cfg.steps, cfg.tokens, min(cfg.usd, cfg.usd_total/max(n, 1)), months)
+    return Budget(cfg.steps, cfg.tokens, min(cfg.usd, cfg.usd_total/max(n, 1)))
 
 RUN_COLUMNS = 'scope split agent episode_id status steps n_items n_invalid n_errors tokens_in tokens_out usd note'.split()
 
@@ -454,9 +454,9 @@ def run_agent(
 ) -> tuple: # predictions, and a row of RUN_COLUMNS a window
     "Let an agent answer every window. Predictions and transcripts do not depend on the order in which windows end."
     episodes = episodes.sort_values('episode_id', ignore_index=True)
-    budget, provider = share_budget(cfg, len(episodes), months), provider or Provider(spec, cache)
+    budget, provider = share_budget(cfg, len(episodes)), provider or Provider(spec, cache)
     rows, runs, found = list(episodes.itertuples(index=False)), [], []
-    def work(row): return run_episode(provider, row.question, make_tools(row) if make_tools else None, spec, budget)
+    def work(row): return run_episode(provider, row.question, make_tools(row) if make_tools else None, spec, budget, months)
     def write(f=None):
         with ThreadPoolExecutor(cfg.in_flight) as pool:
             try:
@@ -507,7 +507,7 @@ def dry_run(
     months=6,   # length of a window
 ) -> dict: # agent, windows, kept, calls, tokens_in, tokens_out, usd, usd_most
     "Estimate the cost of a run; nothing is asked, and no key is needed."
-    budget, total = share_budget(cfg, len(episodes), months), dict(kept=0, calls=0, tokens_in=0, tokens_out=0, usd=0.0)
+    budget, total = share_budget(cfg, len(episodes)), dict(kept=0, calls=0, tokens_in=0, tokens_out=0, usd=0.0)
     steps = 1 if spec.mode == 'plain' else min(cfg.guess_steps, budget.steps)
     for row in episodes.itertuples(index=False):
         tools = make_tools(row) if make_tools else None
