@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MODES', 'ANSWERS', 'LONGEST', 'MAX_CALLS', 'MAX_WAIT', 'MAX_BYTES', 'RULES', 'BY_TEXT', 'PLAIN', 'NUDGE', 'STATUSES',
-           'MAX_ITEMS', 'NUDGES', 'RUN_COLUMNS', 'AgentSpec', 'read_key', 'CallCache', 'CallError', 'Reply',
-           'about_tokens', 'read_reply', 'request_body', 'Provider', 'codes', 'question', 'opening', 'calls_in_text',
-           'refuses', 'Budget', 'Outcome', 'use_tool', 'run_episode', 'test_windows', 'first_windows', 'tool_maker',
+           'NUDGES', 'RUN_COLUMNS', 'AgentSpec', 'read_key', 'CallCache', 'CallError', 'Reply', 'about_tokens',
+           'read_reply', 'request_body', 'Provider', 'codes', 'question', 'opening', 'calls_in_text', 'refuses',
+           'Budget', 'Outcome', 'use_tool', 'run_episode', 'test_windows', 'first_windows', 'tool_maker',
            'share_budget', 'run_agent', 'summary', 'read_transcripts', 'dry_run', 'estimate', 'main', 'transcript_html',
            'transcripts_html']
 
@@ -304,8 +304,7 @@ def refuses(text:str) -> bool:
 
 # %% ../nbs/13d_agents.ipynb #c024
 STATUSES = 'submitted', 'invalid', 'refused', 'out_of_steps', 'out_of_tokens', 'out_of_money', 'failed'
-MAX_ITEMS = 60    # items of a plain answer that are read; a model caught in a repetition writes more
-NUDGES = 2        # times that a model is reminded to submit
+NUDGES = 2 # times that a model is reminded to submit
 
 @dataclass(frozen=True)
 class Budget:
@@ -350,10 +349,10 @@ def _result(call, result, spec): # a tool's result as a message
     if spec.mode == 'tools': return dict(role='tool', tool_call_id=call['id'], content=result)
     return dict(role='user', content=json.dumps(dict(result_of=call['name'], result=result), ensure_ascii=False))
 
-def _read_plain(out, reply): # a plain answer is the portfolio
+def _read_plain(out, reply, most): # a plain answer is the portfolio; a model caught in a repetition writes more than is read
     # a line that was cut short is not read: NSCLC I may have been NSCLC II
     items, bad = parse_portfolio(reply.text.rpartition('\n')[0] if reply.finish == 'length' else reply.text)
-    out.items, out.n_invalid = items[:MAX_ITEMS], bad + max(len(items) - MAX_ITEMS, 0)
+    out.items = items[:most]; out.n_invalid = bad + len(items) - len(out.items)
     out.status = 'submitted' if items else 'refused' if refuses(reply.text) else 'invalid'
 
 # %% ../nbs/13d_agents.ipynb #c025
@@ -364,6 +363,7 @@ def run_episode(
     spec,     # AgentSpec
     budget,   # Budget
     months=6, # length of the window that is asked about
+    max_items=None, # items of a plain answer that are read; the tools have their own limit
 ) -> Outcome:
     "Ask, carry out what is asked for, until a portfolio is submitted or a limit is reached."
     out, steps = Outcome(), 1 if spec.mode == 'plain' else budget.steps
@@ -386,7 +386,7 @@ def run_episode(
         out.usd = spec.usd(out.tokens_in, out.tokens_out) + lost
         seen = dict(said=reply.text, finish=reply.finish, tokens_in=reply.tokens_in, tokens_out=reply.tokens_out, calls=[])
         out.transcript.append(seen)
-        if spec.mode == 'plain': _read_plain(out, reply); break
+        if spec.mode == 'plain': _read_plain(out, reply, max_items); break
         messages.append(_answer(reply, calls, spec))
         for c in calls:
             result = use_tool(tools, c['name'], c['arguments'])
@@ -451,12 +451,13 @@ def run_agent(
     cache=None,      # CallCache
     transcripts=None,# JSON Lines file to write
     months=6,        # length of a window
+    max_items=None,  # items of a plain answer that are read, as tools.limits.max_items; None: all
 ) -> tuple: # predictions, and a row of RUN_COLUMNS a window
     "Let an agent answer every window. Predictions and transcripts do not depend on the order in which windows end."
     episodes = episodes.sort_values('episode_id', ignore_index=True)
     budget, provider = share_budget(cfg, len(episodes)), provider or Provider(spec, cache)
     rows, runs, found = list(episodes.itertuples(index=False)), [], []
-    def work(row): return run_episode(provider, row.question, make_tools(row) if make_tools else None, spec, budget, months)
+    def work(row): return run_episode(provider, row.question, make_tools(row) if make_tools else None, spec, budget, months, max_items)
     def write(f=None):
         with ThreadPoolExecutor(cfg.in_flight) as pool:
             try:
