@@ -35,6 +35,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': 'local', 'g
                                     'clinical_rl.agents._result': ('agents.html#_result', 'clinical_rl/agents.py'),
                                     'clinical_rl.agents._short': ('agents.html#_short', 'clinical_rl/agents.py'),
                                     'clinical_rl.agents.about_tokens': ('agents.html#about_tokens', 'clinical_rl/agents.py'),
+                                    'clinical_rl.agents.ask_again': ('agents.html#ask_again', 'clinical_rl/agents.py'),
                                     'clinical_rl.agents.calls_in_text': ('agents.html#calls_in_text', 'clinical_rl/agents.py'),
                                     'clinical_rl.agents.codes': ('agents.html#codes', 'clinical_rl/agents.py'),
                                     'clinical_rl.agents.dry_run': ('agents.html#dry_run', 'clinical_rl/agents.py'),

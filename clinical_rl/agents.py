@@ -7,8 +7,8 @@ __all__ = ['MODES', 'ANSWERS', 'LONGEST', 'MAX_CALLS', 'MAX_WAIT', 'MAX_BYTES', 
            'NUDGES', 'RUN_COLUMNS', 'AgentSpec', 'read_key', 'CallCache', 'CallError', 'Reply', 'about_tokens',
            'read_reply', 'request_body', 'Provider', 'codes', 'question', 'opening', 'calls_in_text', 'refuses',
            'Budget', 'Outcome', 'use_tool', 'run_episode', 'test_windows', 'first_windows', 'tool_maker',
-           'share_budget', 'run_agent', 'summary', 'read_transcripts', 'dry_run', 'estimate', 'main', 'transcript_html',
-           'transcripts_html']
+           'share_budget', 'run_agent', 'summary', 'ask_again', 'read_transcripts', 'dry_run', 'estimate', 'main',
+           'transcript_html', 'transcripts_html']
 
 # %% ../nbs/13d_agents.ipynb #c003
 import argparse, gzip, hashlib, html, json, os, re, sys, threading, time, zlib
@@ -491,6 +491,14 @@ def summary(
     ends = pd.crosstab([runs[c] for c in by], runs.status).reindex(columns=list(STATUSES), fill_value=0)
     sums = runs.groupby(by)[['steps', 'n_items', 'n_invalid', 'n_errors', 'tokens_in', 'tokens_out', 'usd']].sum()
     return pd.concat([ends.sum(axis=1).rename('windows'), ends, sums], axis=1).reset_index()
+
+def ask_again(
+    told, # of `summary`
+) -> str: # one line; '' where no window failed
+    "What to do about windows that got no answer: DVC sees no reason to run the stage again by itself."
+    who = ', '.join(f'{n} of {a}' for a, n in told.groupby('agent', sort=False).failed.sum().items() if n)
+    return who and (f'Windows that failed, and count as empty: {who}. `dvc repro -f -s agents` asks for them again; '
+                    'answers that are on disk cost nothing more.')
 
 def read_transcripts(
     path, # JSON Lines file

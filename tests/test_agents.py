@@ -156,6 +156,7 @@ def test_one_refusal_on_the_way_costs_one_window(world):
         return BRAINS['good'](body, s)
     with Server(good=brain) as s: _, runs = agents.run_agent(spec(s, 'good'), windows(5), make(world), NS(**vars(CFG) | dict(in_flight=1)))
     assert runs.status.tolist() == ['submitted']*3 + ['failed', 'submitted']
+    assert '1 of good. `dvc repro -f -s agents`' in agents.ask_again(agents.summary(runs))
 
 
 def test_a_damaged_or_foreign_answer_on_disk_is_asked_again(world, tmp_path):
