@@ -389,7 +389,7 @@ def test_two_at_once(servers, calm, tmp_path):
     with one_refresh(root/'live'):
         r = cli(root)
         assert r.returncode == 1 and str(os.getpid()) in r.stderr and len(r.stderr.splitlines()) == 1
-        p = subprocess.Popen([sys.executable, '-m', 'clinical_rl.sources.live', '--wait'], cwd=root, text=True, stdout=subprocess.PIPE,
+        p = subprocess.Popen([sys.executable, '-m', 'clinical_rl.sources.live', '--wait', '--root', str(root)], cwd=root, text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, env=os.environ | dict(PYTHONPATH=str(ROOT)))
         time.sleep(3)
         assert p.poll() is None
