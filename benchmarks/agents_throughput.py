@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace as NS
 
 sys.path.insert(0, str(Path(__file__).parent.parent/'tests'))
-from clinical_rl import agents, core, features, gate, local_agents, records, splits, tools
+from clinical_rl import agents, core, features, local_agents, records, splits
 from server_llm import Server
 import pandas as pd
 
@@ -31,8 +31,8 @@ def world(out, n):
     pasts = {t: features.open_past(r, t) for t in sorted(set(eps.decision_date))}
     counts = lru_cache(None)(lambda t, h, who: local_agents.field_counts(pasts[t], programs, train, gone, h, who))
     known = local_agents.fit_frequency(block, p.baselines.frequency.model_dump(), lambda t, d, h, who: counts(t, h, who)(d), p.features.line_regimen_kappa)
-    gated, names, limits = {t: gate.as_of(r, t) for t in pasts}, tools.Pseudonyms(p.seed), tools.Limits(result_chars=60_000)
-    return eps, lambda row: tools.Tools(gated[row.decision_date], None, row.decision_date, row.program, names, limits), local_agents.Heuristic(known)
+    limits = p.tools.limits.model_copy(update=dict(result_chars=60_000))
+    return eps, agents.tool_maker(r, pasts, p.seed, limits=limits, search=p.tools.search), local_agents.Heuristic(known)
 
 
 def brain(rule): # the rule as an answer of the scripted server

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['MODES', 'ANSWERS', 'LONGEST', 'MAX_CALLS', 'MAX_WAIT', 'MAX_BYTES', 'RULES', 'BY_TEXT', 'PLAIN', 'NUDGE', 'STATUSES',
-           'MAX_ITEMS', 'NUDGES', 'RUN_COLUMNS', 'AgentSpec', 'read_key', 'redact', 'CallCache', 'CallError', 'Reply',
-           'about_tokens', 'read_reply', 'retry_after', 'request_body', 'Provider', 'codes', 'question', 'opening',
-           'calls_in_text', 'refuses', 'Budget', 'Outcome', 'use_tool', 'run_episode', 'test_windows', 'first_windows',
-           'tool_maker', 'share_budget', 'run_agent', 'summary', 'read_transcripts', 'dry_run', 'estimate', 'main',
+           'NUDGES', 'RUN_COLUMNS', 'AgentSpec', 'read_key', 'CallCache', 'CallError', 'Reply', 'about_tokens',
+           'read_reply', 'request_body', 'Provider', 'codes', 'question', 'opening', 'calls_in_text', 'refuses',
+           'Budget', 'Outcome', 'use_tool', 'run_episode', 'test_windows', 'first_windows', 'tool_maker',
+           'share_budget', 'run_agent', 'summary', 'ask_again', 'read_transcripts', 'dry_run', 'estimate', 'main',
            'transcript_html', 'transcripts_html']
 
 # %% ../nbs/13d_agents.ipynb #c003
-import argparse, email.utils, gzip, hashlib, html, json, math, os, re, sys, threading, time, zlib
+import argparse, gzip, hashlib, html, json, os, re, sys, threading, time, zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +25,7 @@ import pandas as pd
 from . import core, decoding, gate, records
 from .episodes import ITEM
 from .prompts import canonical, item_text, item_tuple, parse_portfolio
+from .sources.client import hide, redact, retry_after
 from .splits import hash_order
 from .tools import Pseudonyms, Tools
 from .vocab import INDICATIONS, LINES, PHASES, REGIMENS
@@ -72,22 +73,12 @@ class AgentSpec:
 def read_key(
     spec, # AgentSpec
 ) -> str: # '' where none is needed
-    "The key, from the environment."
+    "The key, from the environment; from now on `redact` strikes it out, wherever it stands."
     if not spec.key_env: return ''
-    key = os.environ.get(spec.key_env, '').strip()
-    if len(key) < 8: # what is shorter can't be struck out of a text without harm
-        what = 'fewer than 8 characters' if key else 'no key'
-        raise core.ParamError(f'params.yaml: agents.models.{spec.name}: {what} in the environment variable {spec.key_env}; '
+    if not (key := os.environ.get(spec.key_env, '').strip()):
+        raise core.ParamError(f'params.yaml: agents.models.{spec.name}: no key in the environment variable {spec.key_env}; '
                               'export the key there, or turn the agent off')
-    return key
-
-def redact(
-    x,          # what JSON can hold
-    secret:str, # a key, or ''
-): # the same, without the key
-    "Strike a key out, wherever it stands."
-    if not secret: return x
-    return json.loads(json.dumps(x).replace(json.dumps(secret)[1:-1], '[key]'))
+    return hide(key, f'environment variable {spec.key_env}')
 
 # %% ../nbs/13d_agents.ipynb #c009
 ANSWERS = '.cache/agents' # in the project: they may have cost money
@@ -140,11 +131,10 @@ def about_tokens(*parts) -> int: # on the high side, so that a budget holds
 def read_reply(
     response,  # body of an answer, objects as namespaces; anything at all, if the server is odd
     request,   # what was asked, for servers that count no tokens
-    secret='', # key that must not be kept, not even a part of it
 ) -> Reply: # raises TypeError, AttributeError or IndexError where it is no answer
     "The part of an answer that the loop needs."
-    def cut(x, most=LONGEST): # struck out before it is cut, or the beginning of a key could stay at the end
-        return redact((x if isinstance(x, str) else json.dumps(x, default=vars)).encode('utf-8', 'replace').decode(), secret)[:most]
+    def cut(x, most=LONGEST): # keys are struck out before it is cut, or the beginning of one could stay at the end
+        return redact((x if isinstance(x, str) else json.dumps(x, default=vars)).encode('utf-8', 'replace').decode())[:most]
     choice = response.choices[0]; m, use = choice.message, getattr(response, 'usage', None)
     calls = []
     for n, c in enumerate((getattr(m, 'tool_calls', None) or [])[:MAX_CALLS]):
@@ -159,17 +149,6 @@ def read_reply(
     written = max(written, tokens[2] - read) # some endpoints leave what a model thinks out of what it wrote, but not out of the sum
     why = getattr(choice, 'finish_reason', None)
     return Reply(text, calls, read, written, 'refusal' if refusal or why == 'content_filter' else str(why))
-
-def retry_after(
-    error, # of the client
-) -> float|None: # seconds that the server asks to wait; None: it doesn't say
-    "`Retry-After`, in seconds or as a date."
-    headers = getattr(getattr(error, 'response', None), 'headers', {})
-    if not (value := headers.get('retry-after')): return None
-    try: return max(float(value), 0.0) if math.isfinite(float(value)) else None
-    except ValueError: pass
-    try: return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
-    except (ValueError, TypeError, OverflowError): return None
 
 # %% ../nbs/13d_agents.ipynb #c014
 MAX_WAIT = 60 # seconds; a server that asks for more is given up
@@ -193,9 +172,9 @@ class Provider:
         sleep=time.sleep, # how to wait
     ):
         from openai import DefaultHttpxClient, OpenAI
-        self.spec, self.cache, self.sleep, self._key = spec, cache, sleep, read_key(spec)
+        self.spec, self.cache, self.sleep = spec, cache, sleep
         # a proxy is never asked for this machine; nor do names of OpenAI accounts in the environment go to other vendors
-        self.client = OpenAI(api_key=self._key or 'none', base_url=spec.base_url, timeout=spec.timeout, max_retries=0,
+        self.client = OpenAI(api_key=read_key(spec) or 'none', base_url=spec.base_url, timeout=spec.timeout, max_retries=0,
                              http_client=DefaultHttpxClient(trust_env=not spec.local, timeout=spec.timeout))
         self.client.organization = self.client.project = None
         self.client._custom_headers, self.answered = {}, False # nor do headers from the environment
@@ -214,7 +193,7 @@ class Provider:
             try: return Reply(**self.cache.get(key))
             except TypeError: pass # nothing is there, or something else
             reply = self._ask(request)
-            self.cache.put(key, redact(request, self._key), asdict(reply))
+            self.cache.put(key, redact(request), asdict(reply))
             return reply
 
     def _post(self, request): # the body of an answer, bounded in time and size
@@ -231,12 +210,12 @@ class Provider:
         problem, lost = '', 0
         for attempt in range(self.spec.retries + 1):
             try:
-                reply = read_reply(self._post(request), request, self._key)
+                reply = read_reply(self._post(request), request)
                 self.answered = True
                 return replace(reply, lost=lost)
             except (openai.APIError, OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError) as e:
                 problem, status = self._words(e), getattr(e, 'status_code', None)
-                wait = retry_after(e)
+                wait = retry_after(getattr(getattr(e, 'response', None), 'headers', {}))
                 refused = isinstance(e, openai.APIConnectionError) and not isinstance(e, openai.APITimeoutError)
                 lost += not status and not refused # a vendor may charge for what came too late or damaged
             if status in (401, 404): break
@@ -253,7 +232,7 @@ class Provider:
         body = getattr(e, 'body', None); said = body.get('message') if isinstance(body, dict) else None
         if getattr(e, 'status_code', None) == 401: return '401' # some vendors repeat a part of the key
         said = said or (str(e) if hasattr(e, 'status_code') or isinstance(e, OSError) else 'no answer that can be read')
-        return redact(' '.join(f'{getattr(e, "status_code", type(e).__name__)} {said}'.split())[:2000], self._key)[:200]
+        return redact(' '.join(f'{getattr(e, "status_code", type(e).__name__)} {said}'.split())[:2000])[:200]
 
 # %% ../nbs/13d_agents.ipynb #c018
 def codes() -> str: # lines
@@ -325,8 +304,7 @@ def refuses(text:str) -> bool:
 
 # %% ../nbs/13d_agents.ipynb #c024
 STATUSES = 'submitted', 'invalid', 'refused', 'out_of_steps', 'out_of_tokens', 'out_of_money', 'failed'
-MAX_ITEMS = 60    # items of a plain answer that are read; a model caught in a repetition writes more
-NUDGES = 2        # times that a model is reminded to submit
+NUDGES = 2 # times that a model is reminded to submit
 
 @dataclass(frozen=True)
 class Budget:
@@ -334,7 +312,6 @@ class Budget:
     steps: int = 12       # answers
     tokens: int = 150_000 # read and written
     usd: float = 1.0
-    months: int = 6       # of the window that is asked about
 
 @dataclass
 class Outcome:
@@ -372,10 +349,10 @@ def _result(call, result, spec): # a tool's result as a message
     if spec.mode == 'tools': return dict(role='tool', tool_call_id=call['id'], content=result)
     return dict(role='user', content=json.dumps(dict(result_of=call['name'], result=result), ensure_ascii=False))
 
-def _read_plain(out, reply): # a plain answer is the portfolio
+def _read_plain(out, reply, most): # a plain answer is the portfolio; a model caught in a repetition writes more than is read
     # a line that was cut short is not read: NSCLC I may have been NSCLC II
     items, bad = parse_portfolio(reply.text.rpartition('\n')[0] if reply.finish == 'length' else reply.text)
-    out.items, out.n_invalid = items[:MAX_ITEMS], bad + max(len(items) - MAX_ITEMS, 0)
+    out.items = items[:most]; out.n_invalid = bad + len(items) - len(out.items)
     out.status = 'submitted' if items else 'refused' if refuses(reply.text) else 'invalid'
 
 # %% ../nbs/13d_agents.ipynb #c025
@@ -385,10 +362,13 @@ def run_episode(
     tools,    # Tools of the window; None in mode plain
     spec,     # AgentSpec
     budget,   # Budget
+    months=6, # length of the window that is asked about
+    max_items=None, # items of a plain answer that are read; the tools have their own limit
 ) -> Outcome:
     "Ask, carry out what is asked for, until a portfolio is submitted or a limit is reached."
     out, steps = Outcome(), 1 if spec.mode == 'plain' else budget.steps
-    messages, nudged, dense, lost = opening(spec, asked, tools, steps, budget.months), 0, 1.5, 0.0 # dense: tokens as they are counted, of those estimated
+    messages, nudged, lost = opening(spec, asked, tools, steps, months), 0, 0.0
+    dense = 1.5 # tokens as they are counted, of those estimated
     schemas = tools.schemas() if spec.mode == 'tools' else []
     submit = [t for t in schemas if t['function']['name'] == 'submit_portfolio']
     while out.steps < steps:
@@ -406,7 +386,7 @@ def run_episode(
         out.usd = spec.usd(out.tokens_in, out.tokens_out) + lost
         seen = dict(said=reply.text, finish=reply.finish, tokens_in=reply.tokens_in, tokens_out=reply.tokens_out, calls=[])
         out.transcript.append(seen)
-        if spec.mode == 'plain': _read_plain(out, reply); break
+        if spec.mode == 'plain': _read_plain(out, reply, max_items); break
         messages.append(_answer(reply, calls, spec))
         for c in calls:
             result = use_tool(tools, c['name'], c['arguments'])
@@ -445,7 +425,7 @@ def tool_maker(
     dates,      # decision dates
     seed,       # of the pseudonyms
     index=None, # tools.Index; None: search by words alone
-    **more,     # limits, search, pan_tumour_above of tools.Tools
+    **more,     # limits, search and, where it is another, pan_tumour_above of tools.Tools
 ): # function: row of windows -> Tools
     "Tools for single windows; several threads may ask for them."
     gated, names = {t: gate.as_of(tables, t) for t in sorted(set(dates))}, Pseudonyms(seed)
@@ -455,10 +435,9 @@ def tool_maker(
 def share_budget(
     cfg, # steps, tokens, usd (of a window), usd_total (of an agent)
     n,   # windows
-    months=6, # length of a window
 ) -> Budget: # of one window
     "A window's limits. The money is shared out beforehand, or the order of the windows would decide who gets it."
-    return Budget(cfg.steps, cfg.tokens, min(cfg.usd, cfg.usd_total/max(n, 1)), months)
+    return Budget(cfg.steps, cfg.tokens, min(cfg.usd, cfg.usd_total/max(n, 1)))
 
 RUN_COLUMNS = 'scope split agent episode_id status steps n_items n_invalid n_errors tokens_in tokens_out usd note'.split()
 
@@ -472,12 +451,13 @@ def run_agent(
     cache=None,      # CallCache
     transcripts=None,# JSON Lines file to write
     months=6,        # length of a window
+    max_items=None,  # items of a plain answer that are read, as tools.limits.max_items; None: all
 ) -> tuple: # predictions, and a row of RUN_COLUMNS a window
     "Let an agent answer every window. Predictions and transcripts do not depend on the order in which windows end."
     episodes = episodes.sort_values('episode_id', ignore_index=True)
-    budget, provider = share_budget(cfg, len(episodes), months), provider or Provider(spec, cache)
+    budget, provider = share_budget(cfg, len(episodes)), provider or Provider(spec, cache)
     rows, runs, found = list(episodes.itertuples(index=False)), [], []
-    def work(row): return run_episode(provider, row.question, make_tools(row) if make_tools else None, spec, budget)
+    def work(row): return run_episode(provider, row.question, make_tools(row) if make_tools else None, spec, budget, months, max_items)
     def write(f=None):
         with ThreadPoolExecutor(cfg.in_flight) as pool:
             try:
@@ -512,6 +492,14 @@ def summary(
     sums = runs.groupby(by)[['steps', 'n_items', 'n_invalid', 'n_errors', 'tokens_in', 'tokens_out', 'usd']].sum()
     return pd.concat([ends.sum(axis=1).rename('windows'), ends, sums], axis=1).reset_index()
 
+def ask_again(
+    told, # of `summary`
+) -> str: # one line; '' where no window failed
+    "What to do about windows that got no answer: DVC sees no reason to run the stage again by itself."
+    who = ', '.join(f'{n} of {a}' for a, n in told.groupby('agent', sort=False).failed.sum().items() if n)
+    return who and (f'Windows that failed, and count as empty: {who}. `dvc repro -f -s agents` asks for them again; '
+                    'answers that are on disk cost nothing more.')
+
 def read_transcripts(
     path, # JSON Lines file
 ): # yields dicts, one a window
@@ -528,7 +516,7 @@ def dry_run(
     months=6,   # length of a window
 ) -> dict: # agent, windows, kept, calls, tokens_in, tokens_out, usd, usd_most
     "Estimate the cost of a run; nothing is asked, and no key is needed."
-    budget, total = share_budget(cfg, len(episodes), months), dict(kept=0, calls=0, tokens_in=0, tokens_out=0, usd=0.0)
+    budget, total = share_budget(cfg, len(episodes)), dict(kept=0, calls=0, tokens_in=0, tokens_out=0, usd=0.0)
     steps = 1 if spec.mode == 'plain' else min(cfg.guess_steps, budget.steps)
     for row in episodes.itertuples(index=False):
         tools = make_tools(row) if make_tools else None

@@ -8,13 +8,13 @@ __all__ = ['RESTORE', 'DataError', 'ParamError', 'root', 'DataParams', 'SourcePa
            'RewardComponent', 'RewardComponents', 'RewardParams', 'DateSplit', 'GroupSplit', 'ClassSplit',
            'SplitParams', 'FeatureParams', 'DecodingParams', 'EmptyParams', 'LastWindowParams', 'FrequencyParams',
            'ClassPriorParams', 'NearestParams', 'LogisticParams', 'BoostingParams', 'AverageParams', 'BaselineParams',
-           'SoftWeights', 'MetricParams', 'BaseModelParams', 'QLearning', 'IQLParams', 'WeightParams', 'FormParams',
-           'PolicyParams', 'PromptParams', 'LoraParams', 'LoopParams', 'TrainParams', 'ItemParams', 'SelectParams',
-           'DecodeParams', 'SimulatorPay', 'SimulatorWorld', 'SimulatorParams', 'EmbeddingParams', 'LimitParams',
-           'SearchParams', 'RecallParams', 'ToolParams', 'LocalAgents', 'AgentModel', 'AgentParams', 'ProbeParams',
-           'EvaluateParams', 'Params', 'load_params', 'seed_everything', 'set_threads', 'device', 'workers', 'progress',
-           'parallel_map', 'atomic_write', 'write_parquet', 'write_json', 'write_csv', 'read_parquet',
-           'parquet_columns', 'sha256']
+           'SoftWeights', 'MetricParams', 'WheelParams', 'BaseModelParams', 'QLearning', 'IQLParams', 'WeightParams',
+           'FormParams', 'PolicyParams', 'PromptParams', 'LoraParams', 'LoopParams', 'TrainParams', 'ItemParams',
+           'SelectParams', 'DecodeParams', 'SimulatorPay', 'SimulatorWorld', 'SimulatorParams', 'EmbeddingParams',
+           'LimitParams', 'SearchParams', 'RecallParams', 'ToolParams', 'LocalAgents', 'AgentModel', 'AgentParams',
+           'ProbeParams', 'EvaluateParams', 'Params', 'load_params', 'seed_everything', 'set_threads', 'device',
+           'workers', 'progress', 'parallel_map', 'atomic_write', 'write_parquet', 'write_json', 'write_csv',
+           'read_parquet', 'parquet_columns', 'sha256']
 
 # %% ../nbs/00_core.ipynb #c003
 import difflib, hashlib, json, multiprocessing, os, random, sys, tempfile, threading
@@ -43,14 +43,14 @@ RESTORE = 'git checkout data.dvc && dvc pull --force data.dvc'
 
 # %% ../nbs/00_core.ipynb #c008
 def root(
-    start=None, # folder to search from; default: the working directory
+    start=None, # folder to search from; default: CLINICAL_RL_ROOT, else the working directory
 ) -> Path: # the project's root
-    "Folder that holds `settings.ini`, at or above `start`; the environment variable CLINICAL_RL_ROOT wins."
-    if env := os.environ.get('CLINICAL_RL_ROOT'): return Path(env).resolve()
+    "Folder that holds `settings.ini`, at or above `start`; without `start` that of the environment variable CLINICAL_RL_ROOT."
+    if start is None and (env := os.environ.get('CLINICAL_RL_ROOT')): return Path(env).resolve()
     start = Path(start or Path.cwd()).resolve()
     for p in (start, *start.parents):
         if (p/'settings.ini').exists() and (p/'params.yaml').exists(): return p
-    raise DataError(f'no settings.ini and params.yaml at or above {start}: run from inside the project, or set CLINICAL_RL_ROOT')
+    raise DataError(f'no settings.ini and params.yaml at or above {start}: run from inside the project, or name a folder in it')
 
 # %% ../nbs/00_core.ipynb #c011
 def _distinct(xs):
@@ -213,10 +213,13 @@ class SoftWeights(_P):
 class MetricParams(_P):
     soft_weights: SoftWeights
 
-class BaseModelParams(_P):
-    id: str
+class WheelParams(_P):
+    "A Python package that carries weights, and the digest of these."
     wheel: Annotated[str, Field(pattern=r'^[\w.-]+==[\w.]+$')]
     sha256: Annotated[str, Field(pattern=r'^[0-9a-f]{64}$')]
+
+class BaseModelParams(WheelParams):
+    id: str
     dtype: Literal['bfloat16', 'float32']
 
 class QLearning(_P):
@@ -326,9 +329,7 @@ class SimulatorParams(_P):
         if self.horizon >= self.half_years: raise ValueError('horizon must be shorter than half_years, or every outcome is censored')
         return self
 
-class EmbeddingParams(_P):
-    wheel: Annotated[str, Field(pattern=r'^[\w.-]+==[\w.]+$')]
-    sha256: Annotated[str, Field(pattern=r'^[0-9a-f]{64}$')]
+class EmbeddingParams(WheelParams):
     max_tokens: Annotated[int, Field(ge=8, le=512)]
 
 class LimitParams(_P):

@@ -1,5 +1,5 @@
 "An OpenAI-compatible server that follows a script: the name of the model says how it behaves. It counts what it is asked."
-import hashlib, json, re, threading, time
+import base64, hashlib, json, re, threading, time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -30,7 +30,7 @@ BRAINS = dict( # model -> function: request, server -> message
     many_calls=lambda body, s: dict(call('list_trials', {}), tool_calls=call('list_trials', {})['tool_calls']*500),
     wrong_schema=lambda body, s: call('submit_portfolio', dict(items=[dict(tumour='lung', when='soon')])),
     learns=lambda body, s: call('submit_portfolio', GOOD if len(body['messages']) > 3 else dict(items=[dict(indication='NSCLC', phase='9')])),
-    injected=injected, no_choices=lambda body, s: None, echo=lambda body, s: say(f'your key is {s.keys[-1]}'),
+    injected=injected, no_choices=lambda body, s: None, echo=lambda body, s: say(f'your key is {s.keys[-1]}, {base64.b64encode(s.keys[-1].encode()).decode()} in basic authentication'),
     odd_calls=lambda body, s: dict(say(None), tool_calls=[dict(id=None, type='function', function=None)]), odd_text=lambda body, s: say([{'text': 5}]),
     odd_name=lambda body, s: call('functions list.trials', {}), surrogate=lambda body, s: say('\ud800 and so on'),
     echo_cut=lambda body, s: say('x'*19_990 + s.keys[-1]), echo_name=lambda body, s: call('n'*95 + s.keys[-1], {}),
@@ -38,7 +38,7 @@ BRAINS = dict( # model -> function: request, server -> message
 
 
 _JSON = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n'
-ODD_WAITS = dict(nan='nan', year='Mon, 01 Jan 999999 00:00:00 GMT')
+ODD_WAITS = dict(nan='nan', year=f'Mon, 01 Jan {"9"*20} 00:00:00 GMT')
 CUT = dict(hangup=b'', cut=_JSON + b'Content-Length: 500\r\n\r\n{"choices": [{"mess', chunked=_JSON + b'Transfer-Encoding: chunked\r\n\r\n13\r\n{"choices": [{"mess')
 
 

@@ -1,5 +1,5 @@
 "Agents against a scripted server: whatever a model or a server does ends in a scored outcome; keys stay secret; a killed run goes on."
-import gzip, json, logging, os, signal, subprocess, sys, time, traceback
+import base64, gzip, json, logging, os, signal, subprocess, sys, time, traceback
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace as NS
@@ -13,6 +13,7 @@ from server_llm import BRAINS, GOOD, Server
 
 KEY = 'canary-key-"\\/-0123456789'
 ROOT = Path(__file__).parent.parent
+HOW = core.load_params(ROOT/'params.yaml').tools
 CFG = NS(in_flight=8, steps=4, tokens=100_000, usd=1.0, usd_total=100.0)
 ITEM = tuple(GOOD['items'][0].values())
 
@@ -34,7 +35,7 @@ def world(): return tiny()
 
 def make(world):
     g, t = world
-    return lambda row: tools.Tools(g, None, t, 'nivolumab', tools.Pseudonyms(1))
+    return lambda row: tools.Tools(g, None, t, 'nivolumab', tools.Pseudonyms(1), HOW.limits, HOW.search)
 
 
 def windows(n=1, program='nivolumab'):
@@ -112,8 +113,8 @@ def test_orders_in_a_title_stay_data(played):
 
 def test_key_is_nowhere(played, world, tmp_path, capfd):
     "Not in cache, transcript, log, error or page, even where the server says it back."
-    assert "your key is [key]" in played['out']['echo'][0].transcript[0]['said']
-    forms = ['canary-key'] # however the rest of it is written
+    assert "your key is ***" in played['out']['echo'][0].transcript[0]['said']
+    forms = ['canary-key', base64.b64encode(KEY.encode()).decode()] # however the rest of it is written
     hay = [gzip.decompress(f.read_bytes()).decode() for f in (played['folder']/'cache').rglob('*.gz')]
     assert len(hay) > 20
     hay += [(played['folder']/'log').read_text(), json.dumps([o.transcript for o, _ in played['out'].values()]), repr([o for o, _ in played['out'].values()]), repr(played['out']['good'][1])]
@@ -127,6 +128,13 @@ def test_key_is_nowhere(played, world, tmp_path, capfd):
     lines = list(agents.read_transcripts(tmp_path/'t.jsonl'))
     hay += [(tmp_path/'t.jsonl').read_text(), *map(agents.transcript_html, lines), *capfd.readouterr()]
     assert not [h[max(h.find(f) - 80, 0):][:200] for h in hay for f in forms if f in h]
+
+
+@pytest.mark.parametrize('bad', ['tiny', 'schlüssel-lang', 'with\x07bell--'])
+def test_a_key_that_could_not_be_struck_out_is_refused(bad, monkeypatch):
+    monkeypatch.setenv('CANARY_API_KEY', bad)
+    with pytest.raises(core.DataError, match='environment variable CANARY_API_KEY: a key has 8') as e: agents.read_key(agents.AgentSpec('x', 'm', 'https://x.org/v1', 'CANARY_API_KEY'))
+    assert bad not in str(e.value)
 
 
 def test_nothing_of_the_environment_travels_along(world, monkeypatch):
@@ -148,6 +156,7 @@ def test_one_refusal_on_the_way_costs_one_window(world):
         return BRAINS['good'](body, s)
     with Server(good=brain) as s: _, runs = agents.run_agent(spec(s, 'good'), windows(5), make(world), NS(**vars(CFG) | dict(in_flight=1)))
     assert runs.status.tolist() == ['submitted']*3 + ['failed', 'submitted']
+    assert '1 of good. `dvc repro -f -s agents`' in agents.ask_again(agents.summary(runs))
 
 
 def test_a_damaged_or_foreign_answer_on_disk_is_asked_again(world, tmp_path):
@@ -217,7 +226,7 @@ def test_estimate_asks_nothing_and_needs_no_key(world, tmp_path, monkeypatch, ca
     assert agents.main(['gtp']) == 1 and "no 'gtp'; choose from gpt" in capsys.readouterr().err
     assert not (tmp_path/agents.ANSWERS).exists()
     p = core.load_params(); sp = agents.AgentSpec('gpt', **dict(p.agents.models['gpt'])); cache = agents.CallCache(tmp_path/agents.ANSWERS)
-    eps = agents.test_windows(tmp_path/'out', 'landscape', 'temporal'); made = agents.tool_maker(r, eps.decision_date, p.seed)
+    eps = agents.test_windows(tmp_path/'out', 'landscape', 'temporal'); made = agents.tool_maker(r, eps.decision_date, p.seed, limits=HOW.limits, search=HOW.search)
     assert len(eps) == 2
     for row in eps.itertuples():
         t = made(row); request = agents.request_body(sp, agents.opening(sp, row.question, t, p.agents.steps), t.schemas())
@@ -271,9 +280,8 @@ def test_heuristic_equals_frequency(real_records, scope):
     base, *_ = baselines.run('frequency', block, scope, 'temporal', section)
     counts = lru_cache(None)(lambda t, h, who: local_agents.field_counts(pasts[t], programs, set(drugs), frozenset(), h, who))
     known = local_agents.fit_frequency(block, section, lambda t, drug, h, who: counts(t, h, who)(drug))
-    gated = lru_cache(None)(lambda t: gate.as_of(r, t))
     eps = block.windows[block.windows.part == 'test'].assign(scope=scope, question=lambda d: [agents.question(a, b, scope) for a, b in zip(d.program, d.decision_date)])
-    make = lambda row: tools.Tools(gated(row.decision_date), None, row.decision_date, row.program, tools.Pseudonyms(p.seed), tools.Limits(result_chars=30_000))
+    make = agents.tool_maker(r, eps.decision_date, p.seed, limits=HOW.limits.model_copy(update=dict(result_chars=30_000)), search=HOW.search)
     df, runs = agents.run_agent(agents.AgentSpec('heuristic', **local_agents.HEURISTIC), eps, make, NS(in_flight=2, steps=60, tokens=10**9, usd=1, usd_total=1),
                                 provider=local_agents.Heuristic(known))
     assert set(runs.status) == {'submitted'} and runs.steps.max() > 2  # some needed several pages

@@ -101,6 +101,13 @@ def test_retry_after_as_a_date(serve, ask):
     client.get('https://api.lab.org')
     assert client.t.slept == [77]
 
+@pytest.mark.parametrize('said', [f'Mon, 01 Jan {"9"*20} 00:00:00 GMT', f'Mon, 01 Jan 2040 {"9"*20}:00:00 GMT', '9'*400, 'inf', 'nan'])
+def test_a_wait_beyond_all_numbers_is_none(said, serve, ask):
+    "What no calendar and no clock can hold is as if nothing were said: the next try is the client's own matter."
+    h = serve(Reply(status=503, headers={'Retry-After': said}), Reply())
+    client = ask(); client.get(h.url)
+    assert len(h.seen) == 2 and max(client.t.slept, default=0) <= 2
+
 def test_a_wait_that_is_too_long_fails_at_once(serve, ask):
     h = serve(Reply(status=503, headers={'Retry-After': '7200'}))
     e = error(ask(), h.url)

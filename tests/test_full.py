@@ -153,7 +153,7 @@ def edit(path, old, new): path.write_text(path.read_text().replace(old, new))
     (lambda b, m: shutil.rmtree(b/'.git'), ['git ls-files', 'git clone of the project'])], ids=['params', 'changes', 'yaml', 'no changes', 'disk', 'no git'])
 def test_one_line_errors(toy, monkeypatch, capfd, breaks, words):
     base, copy, dvc = toy
-    breaks(base, monkeypatch); monkeypatch.delenv('CLINICAL_RL_ROOT', raising=False)
+    breaks(base, monkeypatch); monkeypatch.setenv('CLINICAL_RL_ROOT', '/elsewhere') # a root that is named wins
     assert full.main(['--root', str(base)], dvc) == 1
     err = capfd.readouterr().err
     assert err.startswith('error: ') and err.count('\n') == 1 and all(w in err for w in words), err

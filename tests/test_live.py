@@ -389,7 +389,7 @@ def test_two_at_once(servers, calm, tmp_path):
     with one_refresh(root/'live'):
         r = cli(root)
         assert r.returncode == 1 and str(os.getpid()) in r.stderr and len(r.stderr.splitlines()) == 1
-        p = subprocess.Popen([sys.executable, '-m', 'clinical_rl.sources.live', '--wait'], cwd=root, text=True, stdout=subprocess.PIPE,
+        p = subprocess.Popen([sys.executable, '-m', 'clinical_rl.sources.live', '--wait', '--root', str(root)], cwd=root, text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, env=os.environ | dict(PYTHONPATH=str(ROOT)))
         time.sleep(3)
         assert p.poll() is None
@@ -422,6 +422,17 @@ def test_command_line(servers, calm, tmp_path):
     assert calm[1]['vintage'] in cli(root, '--list').stdout
     r = cli(root, '--reparse', '2001-01-01')
     assert r.returncode == 1 and 'no vintage 2001-01-01' in r.stderr
+
+def test_a_root_that_is_named_wins(servers, calm, tmp_path, monkeypatch, capsys):
+    "Over the one of the environment, and for what DVC starts."
+    root = project(tmp_path/'p', servers); shutil.copytree(calm[0]/'live', root/'live'); (root/'dvc.yaml').touch()
+    elsewhere = project(tmp_path/'elsewhere', servers)
+    monkeypatch.setenv('CLINICAL_RL_ROOT', str(elsewhere))
+    assert live.main(['--root', str(root), '--list']) == 0 and calm[1]['vintage'] in capsys.readouterr().out
+    started = []
+    monkeypatch.setattr(live.subprocess, 'run', lambda cmd, cwd, env: started.append((cwd, env['CLINICAL_RL_ROOT'])) or subprocess.CompletedProcess(cmd, 0))
+    assert live.main(['--root', str(root), '--reparse', calm[1]['vintage']]) == 3
+    assert started == [(root, str(root))] and not (elsewhere/'live').exists()
 
 def test_pipeline_reads_it(servers, tmp_path):
     """ingest.source: live and `dvc repro`: the store is filled, the next stages read it, and a second repro does nothing.

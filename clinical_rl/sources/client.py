@@ -57,11 +57,14 @@ def hide(
     return key
 
 def redact(
-    text, # str or bytes
-): # the same type
-    "Text with `***` where a key was."
-    for f in _forms: text = text.replace(f, '***') if isinstance(text, str) else text.replace(f.encode(), b'***')
-    return text
+    x, # str or bytes; lists and dicts as JSON has them, with all that stands in them
+): # the same, with `***` where a key was
+    "Strike every key out."
+    if isinstance(x, dict): return {redact(k): redact(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)): return [redact(v) for v in x]
+    for f in _forms if isinstance(x, (str, bytes)) else ():
+        x = x.replace(f, '***') if isinstance(x, str) else x.replace(f.encode(), b'***')
+    return x
 
 class _Redact(logging.Filter):
     def filter(self, record):
@@ -148,11 +151,12 @@ def retry_after(
 ) -> float|None: # seconds; None where nothing sensible is said
     "How long the host wants us to wait."
     said = headers.get('retry-after', '').strip()
-    if said.isascii() and said.isdigit(): return float(said)
+    try: return seconds if 0 <= (seconds := float(said)) < float('inf') else None # nan is neither
+    except ValueError: pass
     try:
         at = email.utils.parsedate_to_datetime(said).timestamp()
         now = email.utils.parsedate_to_datetime(headers['date']).timestamp() if 'date' in headers else time.time()
-    except ValueError: return None
+    except (ValueError, OverflowError): return None # the second: a year or hour beyond what a date can hold
     return max(0.0, at - now)
 
 # %% ../../nbs/sources/00_client.ipynb #c023

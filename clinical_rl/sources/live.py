@@ -7,7 +7,7 @@ __all__ = ['CONNECTORS', 'READ', 'STATE', 'TO_FINISH', 'COMPLETE', 'section', 'q
            'on_time', 'refresh', 'hosts', 'table', 'exit_code', 'words', 'finished', 'tables', 'main']
 
 # %% ../../nbs/sources/07_live.ipynb #c002
-import argparse, hashlib, json, subprocess, sys, traceback
+import argparse, hashlib, json, os, subprocess, sys, traceback
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -295,7 +295,8 @@ def main(
     if code == 1: return code
     if params.ingest.source == 'live' and (root/'dvc.yaml').exists(): # its inputs have not changed as far as DVC can see
         again = ['repro', '--quiet', '--force', '--single-item', 'refresh']
-        if subprocess.run([Path(sys.executable).with_name('dvc'), *again], cwd=root).returncode:
+        env = os.environ | dict(CLINICAL_RL_ROOT=str(root)) # a root that was named holds for DVC's stages too
+        if subprocess.run([Path(sys.executable).with_name('dvc'), *again], cwd=root, env=env).returncode:
             print(f'error: the vintage is kept, but DVC failed (message above); run `dvc {" ".join(again)}`', file=sys.stderr)
             return 1
     print('The pipeline reads it by `make repro`.' if params.ingest.source == 'live' else
