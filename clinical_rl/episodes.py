@@ -26,8 +26,8 @@ _RANK = [{c: i for i, c in enumerate(codes)} for codes in (INDICATIONS.index, PH
 def trial_table(
     registry:pd.DataFrame,  # registry with coded columns
     pan_tumour_above:int=4, # a trial of more indications is one pan-tumour item
-# a row per drug and trial: drug, nct_id, event_date, public_date, indications (tuple), phase, line, regimen, own, sponsor_known,
-# usable
+# a row per drug and trial: drug, nct_id, event_date, public_date, indications (tuple), phase, line,
+# regimen, own, sponsor_known, usable
 ) -> pd.DataFrame:
     "Registry by program, with the pan-tumour rule applied."
     r = registry[['nct_id', 'drugs', 'event_date', 'public_date', 'indications', 'phase_code', 'line', 'regimen',
@@ -39,8 +39,8 @@ def trial_table(
     r['usable'] = r.phase.notna() & (r.indications.map(len) > 0)
     r = r.explode('drug')
     led = [d in o.split('|') if isinstance(o, str) else False for d, o in zip(r.drug.tolist(), r.own.tolist())]
-    return r.assign(own=np.array(led, dtype=bool),
-                    sponsor_known=r.sponsor_known.fillna(False).astype(bool)).drop(columns='drugs').reset_index(drop=True)
+    return (r.assign(own=np.array(led, dtype=bool), sponsor_known=r.sponsor_known.fillna(False).astype(bool))
+             .drop(columns='drugs').reset_index(drop=True))
 
 def item_key(
     item:dict, # indication, phase, line, regimen

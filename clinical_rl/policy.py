@@ -78,8 +78,8 @@ def convert_gguf(
     import gguf
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     path = Path(path)
-    # tokenizer, configuration and weights each parse the whole file, and the table of names is made for every module: once is
-    # enough
+    # tokenizer, configuration and weights each parse the whole file,
+    # and the table of names is made for every module: once is enough
     once = {f: lru_cache(None)(getattr(gguf, f)) for f in ('GGUFReader', 'get_tensor_name_map')}
     with patch.multiple(gguf, **once):
         tok = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -156,15 +156,15 @@ def shared_prefix_attention(
 ): # -> (N, q, heads, d), None: as the attention functions of transformers return it
     "Causal attention over a shared prompt and an own response."
     if prefix is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] > 1, scale=scaling,
-                                              enable_gqa=True).transpose(1, 2), None
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=True).transpose(1, 2), None
     k, v = prefix.kv[module.layer_idx]
     N, H, q, d = query.shape; P, Hk, L, _ = k.shape; S, G, s = N//P, H//Hk, key.shape[2]
     by_prompt = lambda x: x.view(P, S, Hk, G*q, -1).transpose(1, 2).reshape(P, Hk, S*G*q, -1)
     by_row = lambda x: x.view(P, Hk, S, G*q, -1).transpose(1, 2).reshape(N, Hk, G*q, -1)
     query = query.reshape(N, Hk, G*q, d)*scaling
-    scores = torch.cat([by_prompt(query) @ k.mT, by_prompt(query @ key.contiguous().mT)],
-                       -1) + prefix.bias(S, G, q, s, query.dtype)
+    scores = (torch.cat([by_prompt(query) @ k.mT, by_prompt(query @ key.contiguous().mT)], -1)
+              + prefix.bias(S, G, q, s, query.dtype))
     w = scores.softmax(-1) # computes in float32 inside; asking for a float32 result would take four times as long
     # left to matmul, a new layout costs twice as much
     out = by_row(w[..., :L].contiguous() @ v) + by_row(w[..., L:].contiguous()) @ value
@@ -246,10 +246,9 @@ def toy_base(
     "A small random Llama for tests."
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(seed)
-    return freeze(LlamaForCausalLM(LlamaConfig(vocab_size=128, hidden_size=48, intermediate_size=96, num_hidden_layers=layers,
-                                               num_attention_heads=6,
-                                               num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True,
-                                               initializer_range=0.1)))
+    return freeze(LlamaForCausalLM(LlamaConfig(
+        vocab_size=128, hidden_size=48, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True, initializer_range=0.1)))
 
 # %% ../nbs/09_policy.ipynb #c017
 def split_layers(
@@ -288,8 +287,8 @@ def encode_window(
     top=0,        # number of top layers whose keys and values are kept for it
     queries=None, # (queries, hidden) of `query_embeddings`
     asked=None,   # of `query_layers`
-# kv (top, 2, KV heads, prompt - 1, head dim) and hidden (target, hidden); query_kv (adapted layers, 2, ...) and queries (queries,
-# hidden)
+# kv (top, 2, KV heads, prompt - 1, head dim) and hidden (target, hidden);
+# query_kv (adapted layers, 2, ...) and queries (queries, hidden)
 ) -> dict:
     "Read one window for the cache; one window at a time, so that a result does not depend on its neighbours."
     n, store, out = len(prompt) - 1, KVStore(block=1), {}

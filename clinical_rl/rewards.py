@@ -151,8 +151,8 @@ def episode_rewards(
     items:pd.DataFrame,  # with reward and observed
 ) -> pd.DataFrame: # episode_id, reward (mean over items that have one), observed_share (0 to 1)
     "Mean reward of a portfolio; NaN where no item has an outcome yet."
-    return items.groupby('episode_id', sort=False).agg(reward=('reward', 'mean'),
-                                                       observed_share=('observed', 'mean')).reset_index()
+    return (items.groupby('episode_id', sort=False)
+                 .agg(reward=('reward', 'mean'), observed_share=('observed', 'mean')).reset_index())
 
 # %% ../nbs/05_rewards.ipynb #c025
 def trial_items(

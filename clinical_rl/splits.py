@@ -100,8 +100,8 @@ def late_trials(
     cfg,                    # params.splits.temporal or .clean
 ) -> pd.DataFrame: # part, nct_id: trials that leave the targets and states of that part
     "Trials registered before the end of a part and public only after it."
-    late = lambda end: registry.nct_id[(registry.event_date <= end)
-                                       & (registry.public_date > end)].drop_duplicates().sort_values()
+    late = lambda end: (registry.nct_id[(registry.event_date <= end) & (registry.public_date > end)]
+                        .drop_duplicates().sort_values())
     return pd.concat([pd.DataFrame({'part': p, 'nct_id': late(pd.Timestamp(end))}, dtype='str')
                       for p, end in (('train', cfg.train_before), ('val', cfg.val_before))], ignore_index=True)
 

@@ -78,8 +78,8 @@ def run_stage(
     p = load_params(base/'params.yaml')
     # BLAS and OpenMP read these when the kernel starts
     for v in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS'): os.environ[v] = str(p.threads)
-    # threads that spin at a barrier starve each other as soon as something else runs on the machine: encoding took 20 times as
-    # long
+    # threads that spin at a barrier starve each other as soon as something else runs on the machine:
+    # encoding took 20 times as long
     os.environ |= {'OMP_WAIT_POLICY': 'PASSIVE', 'GOMP_SPINCOUNT': '0'}
     os.environ['CLINICAL_RL_ROOT'] = str(base)
     # the report reads the folder of notebooks, so its own may not lie there
