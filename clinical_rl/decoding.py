@@ -62,7 +62,8 @@ def expected_f1_sets(
     "Pairs whose set has the greatest expected F1 if pairs happen independently, for many windows at once."
     P = np.asarray(P, float); n = P.shape[1]
     if n == 0: raise core.DataError('expected_f1_sets: no candidates; give at least one probability')
-    if not ((P >= 0) & (P <= 1)).all(): raise core.DataError('expected_f1_sets: a probability lies outside [0, 1]; check the model that made it')
+    if not ((P >= 0) & (P <= 1)).all():
+        raise core.DataError('expected_f1_sets: a probability lies outside [0, 1]; check the model that made it')
     order = np.argsort(-P, axis=1, kind='stable'); top = np.take_along_axis(P, order, 1)
     most = 2*np.cumsum(top, 1)/np.arange(2, n + 2) # bound on every curve: whoever happens, the truth holds it
     size, left, k = np.ones(len(P), int), np.arange(len(P)), 32
@@ -121,7 +122,8 @@ PREDICTION_SCHEMA = pa.schema([
     ('cost', pa.float64()),      # of an agent: USD; else seconds of computing, 0 = not measured
 ])
 PREDICTION_KEY = ['scope', 'split', 'method', 'form', 'objective', 'seed', 'decoding', 'episode_id']
-_ALLOWED = dict(indication=frozenset(vocab.INDICATIONS.index), phase=frozenset(vocab.PHASES), line=frozenset(vocab.LINES), regimen=frozenset(vocab.REGIMENS))
+_ALLOWED = dict(indication=frozenset(vocab.INDICATIONS.index), phase=frozenset(vocab.PHASES), line=frozenset(vocab.LINES),
+                regimen=frozenset(vocab.REGIMENS))
 
 # %% ../nbs/12_decoding.ipynb #c027
 def _bad_item(items): # words for the first item outside the vocabulary, or None
@@ -140,7 +142,8 @@ def _bad_probs(probs): # words for what is wrong with item_probs, or None
 
 def _suspects(column): # rows to look at item by item: one is outside the vocabulary, has no probability, or its pair comes twice
     lists = column.combine_chunks(); row, items = pc.list_parent_indices(lists).to_numpy(), lists.flatten()
-    code = {k: pc.fill_null(pc.index_in(pc.struct_field(items, k), value_set=pa.array(sorted(a))), -1).to_numpy() for k, a in _ALLOWED.items()}
+    code = {k: pc.fill_null(pc.index_in(pc.struct_field(items, k), value_set=pa.array(sorted(a))), -1).to_numpy()
+            for k, a in _ALLOWED.items()}
     bad = np.any([c < 0 for c in code.values()], 0)
     if 'p' in items.type.names:
         p = pc.struct_field(items, 'p').to_numpy(zero_copy_only=False)
@@ -165,7 +168,8 @@ def validate_predictions(
         if table[c].null_count: raise core.DataError(f"{file}: column '{c}' has an empty cell; {remedy}")
     keys = table.select(PREDICTION_KEY).to_pandas()
     if (dup := keys.duplicated()).any():
-        raise core.DataError(f"{file}: row {int(dup.argmax())}: window '{keys.episode_id[dup.argmax()]}' is predicted twice by one method; drop one")
+        raise core.DataError(f"{file}: row {int(dup.argmax())}: window '{keys.episode_id[dup.argmax()]}' is predicted twice by "
+                             "one method; drop one")
     for i in sorted(_suspects(table['items']) | _suspects(table['item_probs'])):
         if words := _bad_item(table['items'][i].as_py()) or _bad_probs(table['item_probs'][i].as_py()):
             raise core.DataError(f"{file}: row {i} ('{keys.episode_id[i]}'): {words}; {remedy}")
@@ -182,7 +186,8 @@ def prediction_frame(
     *, scope, split, method, form='', objective='', seed=0, decoding='expected_f1', n_invalid=0, cost=0.0,
 ) -> pd.DataFrame: # columns of PREDICTION_SCHEMA
     "Predictions of one method on one scope and split."
-    return pd.DataFrame(dict(scope=scope, split=split, method=method, form=form, objective=objective, seed=seed, decoding=decoding,
+    return pd.DataFrame(dict(scope=scope, split=split, method=method, form=form, objective=objective, seed=seed,
+                             decoding=decoding,
         episode_id=list(episode_ids), items=[_structs(x) for x in items], item_probs=[_structs(x) for x in item_probs],
         n_invalid=n_invalid, cost=cost))[PREDICTION_SCHEMA.names]
 

@@ -26,9 +26,12 @@ _RANK = [{c: i for i, c in enumerate(codes)} for codes in (INDICATIONS.index, PH
 def trial_table(
     registry:pd.DataFrame,  # registry with coded columns
     pan_tumour_above:int=4, # a trial of more indications is one pan-tumour item
-) -> pd.DataFrame: # a row per drug and trial: drug, nct_id, event_date, public_date, indications (tuple), phase, line, regimen, own, sponsor_known, usable
+# a row per drug and trial: drug, nct_id, event_date, public_date, indications (tuple), phase, line,
+# regimen, own, sponsor_known, usable
+) -> pd.DataFrame:
     "Registry by program, with the pan-tumour rule applied."
-    r = registry[['nct_id', 'drugs', 'event_date', 'public_date', 'indications', 'phase_code', 'line', 'regimen', 'own', 'sponsor_known']]
+    r = registry[['nct_id', 'drugs', 'event_date', 'public_date', 'indications', 'phase_code', 'line', 'regimen',
+                  'own', 'sponsor_known']]
     r = r.rename(columns={'phase_code': 'phase'})
     code = {s: collapse(tuple(s.split('|')), pan_tumour_above) for s in r.indications.dropna().unique()}
     codes = [code.get(s, ()) for s in r.indications.tolist()]
@@ -36,7 +39,8 @@ def trial_table(
     r['usable'] = r.phase.notna() & (r.indications.map(len) > 0)
     r = r.explode('drug')
     led = [d in o.split('|') if isinstance(o, str) else False for d, o in zip(r.drug.tolist(), r.own.tolist())]
-    return r.assign(own=np.array(led, dtype=bool), sponsor_known=r.sponsor_known.fillna(False).astype(bool)).drop(columns='drugs').reset_index(drop=True)
+    return (r.assign(own=np.array(led, dtype=bool), sponsor_known=r.sponsor_known.fillna(False).astype(bool))
+             .drop(columns='drugs').reset_index(drop=True))
 
 def item_key(
     item:dict, # indication, phase, line, regimen
@@ -51,7 +55,8 @@ def decision_dates(
 ) -> pd.DatetimeIndex: # from the last decision date before `first` to cfg.last_decision
     "Decision dates of a program."
     first, last = pd.Timestamp(first), pd.Timestamp(cfg.last_decision)
-    days = pd.DatetimeIndex([pd.Timestamp(y, m, 1) for y in range(first.year - 1, max(first.year, last.year) + 1) for m in sorted(cfg.decision_months)])
+    days = pd.DatetimeIndex([pd.Timestamp(y, m, 1) for y in range(first.year - 1, max(first.year, last.year) + 1)
+                             for m in sorted(cfg.decision_months)])
     i = max(days.searchsorted(first, side='left') - 1, 0) # the last one strictly before
     return days[i:][days[i:] <= last].astype('datetime64[us]')
 
@@ -79,9 +84,10 @@ def choose_programs(
     out = pd.DataFrame(rows, columns=['drug', 'windows', 'trials', 'usable'])
     none = sorted(out.drug[out.windows == 0])
     if len(out) - len(none) < n:
-        raise DataError(f'registry: only {len(out) - len(none)} of {len(out)} candidate programs have a usable trial (known phase and indication) '
-                        f'up to {pd.Timestamp(cfg.last_decision):%Y-%m-%d}, data.max_programs asks for {n}; none for: {", ".join(none)}; '
-                        'add their trials to the registry table or lower data.max_programs in params.yaml')
+        raise DataError(f'registry: only {len(out) - len(none)} of {len(out)} candidate programs have a usable trial (known '
+                        f'phase and indication) up to {pd.Timestamp(cfg.last_decision):%Y-%m-%d}, data.max_programs asks for '
+                        f'{n}; none for: {", ".join(none)}; add their trials to the registry table or lower '
+                        'data.max_programs in params.yaml')
     return out.sort_values(['windows', 'trials', 'drug'], ascending=[False, False, True]).head(n).reset_index(drop=True)
 
 def window_end(
@@ -106,7 +112,8 @@ def scope_windows(
     "All windows of one scope, with or without a usable trial."
     rows, by_drug = [], dict(list(trials.sort_values(['event_date', 'nct_id']).groupby('drug')))
     for drug in drugs:
-        if drug not in by_drug: raise DataError(f'registry: no trial names the program {drug!r}; add its trials or drop it from programs.csv')
+        if drug not in by_drug:
+            raise DataError(f'registry: no trial names the program {drug!r}; add its trials or drop it from programs.csv')
         t = by_drug[drug]
         starts = decision_dates(t.event_date.iloc[0], cfg)
         ends = window_end(starts, cfg)
@@ -116,8 +123,8 @@ def scope_windows(
             w = [x for x in t[i:j] if scope == 'landscape' or x.own]
             usable = [x for x in w if x.usable]
             items, ncts = _portfolio(usable)
-            rows.append(dict(episode_id=f'{scope}:{drug}:{start:%Y-%m-%d}', scope=scope, program=drug, decision_date=start, window_end=end,
-                             items=items, item_trials=ncts, n_trials=len(usable), n_unusable=len(w) - len(usable),
+            rows.append(dict(episode_id=f'{scope}:{drug}:{start:%Y-%m-%d}', scope=scope, program=drug, decision_date=start,
+                             window_end=end, items=items, item_trials=ncts, n_trials=len(usable), n_unusable=len(w) - len(usable),
                              n_unknown_sponsor=sum(not x.sponsor_known for x in t[i:j]), empty=not items))
     return pd.DataFrame(rows)
 
@@ -129,19 +136,22 @@ def windows(
     "Cut the records into windows for every scope."
     cfg = params.episodes
     trials = trial_table(records.registry, cfg.pan_tumour_above)
-    chosen = choose_programs(trials, drugs if drugs is not None else records.programs.drug, len(drugs) if drugs is not None else params.data.max_programs, cfg)
+    chosen = choose_programs(trials, drugs if drugs is not None else records.programs.drug,
+                             len(drugs) if drugs is not None else params.data.max_programs, cfg)
     w = pd.concat([scope_windows(trials, sorted(chosen.drug), s, cfg) for s in cfg.scopes], ignore_index=True)
     return w[~w['empty']].reset_index(drop=True), w[w['empty']].reset_index(drop=True), chosen
 
 # %% ../nbs/04_episodes.ipynb #c023
-WINDOW_COLUMNS = ('episode_id', 'scope', 'program', 'decision_date', 'window_end', 'items', 'item_trials', 'n_trials', 'n_unusable',
+WINDOW_COLUMNS = ('episode_id', 'scope', 'program', 'decision_date', 'window_end', 'items', 'item_trials',
+                  'n_trials', 'n_unusable',
                   'n_unknown_sponsor', 'empty')
 
 def windows_schema(): # of episodes.parquet and empty.parquet
     "Arrow schema of a table of windows."
     import pyarrow as pa
     item = pa.struct([(f, pa.string()) for f in ITEM])
-    types = dict(decision_date=pa.timestamp('us'), window_end=pa.timestamp('us'), items=pa.list_(item), item_trials=pa.list_(pa.string()),
+    types = dict(decision_date=pa.timestamp('us'), window_end=pa.timestamp('us'),
+                 items=pa.list_(item), item_trials=pa.list_(pa.string()),
                  n_trials=pa.int64(), n_unusable=pa.int64(), n_unknown_sponsor=pa.int64(), empty=pa.bool_())
     return pa.schema([(c, types.get(c, pa.string())) for c in WINDOW_COLUMNS])
 
@@ -168,10 +178,13 @@ def months_between(
     return (t.year - dt.year)*12 + t.month - dt.month - (dt.day > t.day)
 
 PROGRAM_FIELDS = ('drug', 'modality', 'target', 'drug_class')
-TRIAL_FIELDS = ('nct_id', 'month', 'age_months', 'indications', 'phase', 'line', 'regimen', 'own', 'sponsor_known', 'lead_sponsor')
-APPROVAL_FIELDS = ('event_date', 'agency', 'event_type', 'submission_class', 'review_priority', 'designations', 'indications', 'lines', 'biomarkers',
+TRIAL_FIELDS = ('nct_id', 'month', 'age_months', 'indications', 'phase', 'line', 'regimen', 'own', 'sponsor_known',
+                'lead_sponsor')
+APPROVAL_FIELDS = ('event_date', 'agency', 'event_type', 'submission_class', 'review_priority', 'designations',
+                   'indications', 'lines', 'biomarkers',
                    'reference_product')
-FILING_FIELDS = ('company', 'form', 'public_date', 'period_end', 'rd_months', 'rd_expense_usd', 'revenue_usd', 'operating_expenses_usd',
+FILING_FIELDS = ('company', 'form', 'public_date', 'period_end', 'rd_months', 'rd_expense_usd', 'revenue_usd',
+                 'operating_expenses_usd',
                  'net_income_usd', 'operating_cash_flow_usd', 'cash_usd', 'total_assets_usd')
 UTILIZATION_FIELDS = ('program', 'year', 'total_spending_usd', 'beneficiaries', 'claims', 'biosimilar', 'combination')
 EPIDEMIOLOGY_FIELDS = ('indication', 'year', 'count', 'rate_per_100k')
@@ -215,7 +228,8 @@ def incidence_at(
 ) -> pd.DataFrame: # EPIDEMIOLOGY_FIELDS, a row per indication
     "US national incidence, both sexes where given, in the latest public year of each indication; of several sites the largest."
     e = epidemiology
-    e = e[(e.country == 'United States') & e.region.isna() & (e.measure == 'incidence') & e.indication.notna() & e['count'].notna()]
+    e = e[(e.country == 'United States') & e.region.isna() & (e.measure == 'incidence') & e.indication.notna()
+          & e['count'].notna()]
     e = e.assign(both=e.sex.eq('Both')).sort_values(['indication', 'year', 'both', 'count', 'record_id'])
     return e.drop_duplicates('indication', keep='last')[list(EPIDEMIOLOGY_FIELDS)].reset_index(drop=True)
 
@@ -252,7 +266,8 @@ def states_at(
     for drug in drugs:
         own = frozenset({holder_at(drug, t), *led.get(drug, ())})
         if own not in filed: filed[own] = filings.loc[filings.company.isin(own), list(FILING_FIELDS)].reset_index(drop=True)
-        yield drug, State(program=programs[drug], decision_date=t, trials=trials.get(drug, no_trials), approvals=approvals.get(drug, no_approvals),
+        yield drug, State(program=programs[drug], decision_date=t, trials=trials.get(drug, no_trials),
+                          approvals=approvals.get(drug, no_approvals),
                           filings=filed[own], utilization=spending.get(drug, no_spending), epidemiology=rates)
 
 def states(

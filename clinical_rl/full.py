@@ -355,7 +355,8 @@ def run_full(
             done = table.index.isin([i for s in there() for i in s.index])
             return table.assign(done=done, minutes=cell_minutes(table, run.log))
         def score(): # only what is there: -s makes no missing cell
-            for form in ('items', 'adapters'): (copy/'out'/form).mkdir(exist_ok=True) # what evaluate reads, though there may be none
+            # what evaluate reads, though there may be none
+            for form in ('items', 'adapters'): (copy/'out'/form).mkdir(exist_ok=True)
             if there(): run('evaluate', '-s', always=True)
             publish(base, copy, state(), run.log)
         try:

@@ -67,7 +67,8 @@ SCRUBBED = dict(registry=('title', 'conditions', 'interventions'))    # brand na
 NAMES = dict(registry='lead_sponsor', filings='company')              # shown under the name held at t
 
 # %% ../nbs/03_gate.ipynb #c012
-FILER_NAMES = {'AZN': 'AstraZeneca', 'ONC': 'BeiGene', 'REGN': 'Regeneron', 'ZLAB': 'Zai Lab'}  # filer under its ticker -> sponsor
+# filer under its ticker -> sponsor
+FILER_NAMES = {'AZN': 'AstraZeneca', 'ONC': 'BeiGene', 'REGN': 'Regeneron', 'ZLAB': 'Zai Lab'}
 _RENAMED = {frozenset(p) for p in vocab.COMPANIES.loc[vocab.COMPANIES.renamed, ['old', 'new']].itertuples(index=False)}
 
 def filer_at(

@@ -126,7 +126,8 @@ def few_clusters(
 
 # %% ../nbs/15_inference.ipynb #c029
 HEADLINE = ('indication_f1', 'indication_phase_f1', 'soft_f1', 'strict_f1')
-SIMPLEST = ('empty', 'last_window', 'frequency', 'class_prior', 'nearest', 'logistic', 'boosting', 'average') # simple to complex, for ties
+# simple to complex, for ties
+SIMPLEST = ('empty', 'last_window', 'frequency', 'class_prior', 'nearest', 'logistic', 'boosting', 'average')
 NO_BASELINES = ('policy', 'agent')
 COMPARED = ['scope', 'split', 'method', 'form', 'objective', 'decoding'] # runs that differ in the seed alone are one
 
@@ -135,7 +136,8 @@ def _statistics(g, f): # of `metrics.statistics`, with those of validation and o
     out = metrics.statistics(test) | {f'val_{m}': (val[m].to_numpy(), None, val.program.to_numpy()) for m in HEADLINE}
     if f is not None and len(f):
         b = pd.concat([metrics.brier(x) for _, x in f.groupby('seed')])
-        out['brier'] = b.to_numpy(), None, f.drop_duplicates('episode_id').set_index('episode_id').program.reindex(b.index).to_numpy()
+        program = f.drop_duplicates('episode_id').set_index('episode_id').program
+        out['brier'] = b.to_numpy(), None, program.reindex(b.index).to_numpy()
     return out
 
 def _ratio(v, w, c): # of the sums, NaN left out
@@ -145,7 +147,8 @@ def _ratio(v, w, c): # of the sums, NaN left out
 def results_table(
     scores,      # of `score_episodes`, with column part (val, test)
     n=10000, seed=0,
-    forecasts=None, # dict of COMPARED values -> `pair_forecasts` of the test windows with column seed, for the Brier score and calibration error
+    # dict of COMPARED values -> `pair_forecasts` of the test windows with column seed, for the Brier score and calibration error
+    forecasts=None,
 ) -> pd.DataFrame: # COMPARED, seed (-1 = several), n_seeds, n_dates, n_episodes, n_programs, metric, value, lo, hi, seed_sd
     "Every statistic of every method with its interval over programs and its standard deviation between seeds."
     out = []
@@ -159,11 +162,13 @@ def results_table(
             used = ~np.isnan(np.asarray(v, float)) if w is None else np.asarray(w) > 0
             if not used.any(): continue # the text form has no validation score, some splits no empty window
             spread = np.std([_ratio(s[m][0], s[m][1], s[m][2]) for s in each], ddof=1) if several else np.nan
-            out.append((*key, int(used.sum())//len(seeds), len(set(np.asarray(c)[used])), m, *cluster_bootstrap(v, c, n, seed, w), spread))
+            out.append((*key, int(used.sum())//len(seeds), len(set(np.asarray(c)[used])), m,
+                        *cluster_bootstrap(v, c, n, seed, w), spread))
         if f is not None and len(f):
             spread = np.std([metrics.ece(x) for _, x in one], ddof=1) if several else np.nan
             out.append((*key, f.episode_id.nunique(), f.program.nunique(), 'ece', *bootstrap_ece(f, n, seed), spread))
-    return pd.DataFrame(out, columns=[*COMPARED, 'seed', 'n_seeds', 'n_dates', 'n_episodes', 'n_programs', 'metric', 'value', 'lo', 'hi', 'seed_sd'])
+    return pd.DataFrame(out, columns=[*COMPARED, 'seed', 'n_seeds', 'n_dates', 'n_episodes', 'n_programs',
+                                      'metric', 'value', 'lo', 'hi', 'seed_sd'])
 
 def bootstrap_ece(
     forecasts, # of `pair_forecasts`
@@ -178,8 +183,8 @@ def bootstrap_ece(
     return float(error(np.ones(len(names)))), float(lo), float(hi)
 
 # %% ../nbs/15_inference.ipynb #c031
-PRIMARY = dict(method=('policy',), form=('items',), objective=('bc', 'rw_bc', 'lr_bc', 'iql'), decoding=('expected_f1',), scope=('landscape',),
-               split=('temporal', 'drug'), metric=('indication_f1',))
+PRIMARY = dict(method=('policy',), form=('items',), objective=('bc', 'rw_bc', 'lr_bc', 'iql'), decoding=('expected_f1',),
+               scope=('landscape',), split=('temporal', 'drug'), metric=('indication_f1',))
 LESS = dict(items=('frozen', 'features'), frozen=('features',), features=()) # form -> forms that lack a part of it
 ANCHOR = 'average' # the baseline that these forms start from
 
@@ -211,14 +216,17 @@ def rivals(
 def _compare(a, b, program, n, permutations, seed): # a, b: windows x seeds; difference, interval, sd between seeds, p, counts
     d = paired_values(a.mean(axis=1), b.mean(axis=1)); c = program.reindex(d.index).to_numpy()
     each = a - b if set(a) == set(b) else a.sub(b.mean(axis=1), axis=0) # seed by seed where both have the same
-    return (*cluster_bootstrap(d.to_numpy(), c, n, seed), each.mean().std(), permutation_test(d.to_numpy(), c, permutations, seed), len(d), len(set(c)))
+    return (*cluster_bootstrap(d.to_numpy(), c, n, seed), each.mean().std(),
+            permutation_test(d.to_numpy(), c, permutations, seed), len(d), len(set(c)))
 
 def comparisons(
     scores,          # of `score_episodes`, with column part
     chosen,          # of `chosen_baselines`
     pairwise=False,  # True: every policy against every baseline, instead of the questions of `rivals`
     n=10000, permutations=10000, seed=0, min_clusters=15,
-) -> pd.DataFrame: # COMPARED, seed (-1 = several), n_seeds, metric, against, baseline, diff, lo, hi, seed_sd, p, n_episodes, n_programs, family, p_holm, verdict
+# COMPARED, seed (-1 = several), n_seeds, metric, against, baseline, diff, lo, hi, seed_sd, p, n_episodes, n_programs, family,
+# p_holm, verdict
+) -> pd.DataFrame:
     "Paired differences to the rival `baseline` on the test episodes; the primary family is corrected by Holm."
     test = scores[(scores.part == 'test') & ~scores['empty']]; rows = []
     for (scope, split), g in test.groupby(['scope', 'split']):
@@ -233,7 +241,12 @@ def comparisons(
                 family = 'primary' if against == 'chosen' and all(what[k] in v for k, v in PRIMARY.items()) else 'exploratory'
                 rows.append((*run, int(seeds[0]) if len(seeds) == 1 else -1, len(seeds), m, against, name,
                              *_compare(mine[m], wide[rival][m], program, n, permutations, seed), family))
-    out = pd.DataFrame(rows, columns=[*COMPARED, 'seed', 'n_seeds', 'metric', 'against', 'baseline', 'diff', 'lo', 'hi', 'seed_sd', 'p', 'n_episodes', 'n_programs', 'family'])
-    first = (out.family == 'primary').to_numpy(); adjusted = np.full(len(out), np.nan); adjusted[first] = holm(out.p[first]); out['p_holm'] = adjusted
-    out['verdict'] = [verdict(r.diff, r.lo, r.hi, r.p, r.n_programs, min_clusters, p_holm=r.p_holm if r.family == 'primary' else None) for r in out.itertuples()]
+    out = pd.DataFrame(rows, columns=[*COMPARED, 'seed', 'n_seeds', 'metric', 'against', 'baseline',
+                                      'diff', 'lo', 'hi', 'seed_sd', 'p', 'n_episodes', 'n_programs', 'family'])
+    first = (out.family == 'primary').to_numpy()
+    adjusted = np.full(len(out), np.nan)
+    adjusted[first] = holm(out.p[first])
+    out['p_holm'] = adjusted
+    out['verdict'] = [verdict(r.diff, r.lo, r.hi, r.p, r.n_programs, min_clusters,
+                              p_holm=r.p_holm if r.family == 'primary' else None) for r in out.itertuples()]
     return out

@@ -66,11 +66,13 @@ class Head(nn.Module):
         return self.out(F.gelu(z))[..., 0]
 
 # %% ../nbs/13b_items.ipynb #c012
-FORMS = dict(features='none', frozen='frozen', items='lora') # form -> what the head sees beside the features, as in params.select.states
+# form -> what the head sees beside the features, as in params.select.states
+FORMS = dict(features='none', frozen='frozen', items='lora')
 
 @dataclass
 class Asked:
-    "A window to learn from or to forecast: `logit` of the anchor and `target` (queries, phases), `x` with a number a feature more, `key` in the prompt cache."
+    """A window to learn from or to forecast: `logit` of the anchor and `target` (queries, phases), `x` with a number a feature
+    more, `key` in the prompt cache."""
     episode_id: str
     x: np.ndarray
     logit: np.ndarray
@@ -88,7 +90,8 @@ class ItemPolicy:
         cache=None, # PromptCache with keys, values and queries
         queries=(), # codes in the order of the cached queries
     ):
-        self.head, self.base, self.layers, self.cache, self.place = head, base, layers, cache, {n: i for i, n in enumerate(queries)}
+        self.head, self.base, self.layers, self.cache = head, base, layers, cache
+        self.place = {n: i for i, n in enumerate(queries)}
         self.plain = base.get_base_model() if hasattr(base, 'get_base_model') else base
         self.device = self.plain.device if base is not None else torch.device('cpu')
         self.model = nn.ModuleList([m for m in (head, base) if m is not None]).to(self.device)
@@ -97,12 +100,14 @@ class ItemPolicy:
     def form(self): return 'features' if self.base is None else 'items' if self.base is not self.plain else 'frozen'
 
     def states(self, examples): # (windows, queries, hidden) after the last of the layers
-        if self.form == 'frozen' and examples[0].state is not None: return torch.stack([e.state for e in examples]).to(self.device)
+        if self.form == 'frozen' and examples[0].state is not None:
+            return torch.stack([e.state for e in examples]).to(self.device)
         got = [self.cache.get(e.key, 'query_kv', 'queries') for e in examples]
         prefix, n = policy.cached_prefix([kv for kv, _ in got], self.layers, self.device)
         h = torch.stack([q[[self.place[i] for i in e.names]] for (_, q), e in zip(got, examples)]).to(self.device)
         B, Q, D = h.shape
-        return policy.run_layers(self.base, h.view(B*Q, 1, D), n.repeat_interleave(Q, 0), self.layers, prefix=prefix).view(B, Q, D)
+        return policy.run_layers(self.base, h.view(B*Q, 1, D), n.repeat_interleave(Q, 0), self.layers,
+                                 prefix=prefix).view(B, Q, D)
 
     @torch.no_grad()
     def freeze_states(self, examples, batch=32): # no adapter moves them: once is enough
@@ -110,7 +115,8 @@ class ItemPolicy:
             for e, h in zip(examples[i:i+batch], self.states(examples[i:i+batch])): e.state = h.float().cpu()
 
     def logits(self, examples): # (windows, queries, phases)
-        x, logit = (torch.as_tensor(np.stack([getattr(e, k) for e in examples]), dtype=torch.float32, device=self.device) for k in ('x', 'logit'))
+        x, logit = (torch.as_tensor(np.stack([getattr(e, k) for e in examples]), dtype=torch.float32, device=self.device)
+                    for k in ('x', 'logit'))
         return logit + self.head(x, self.states(examples) if self.head.state is not None else None)
 
     def log_probs(self,
@@ -122,10 +128,12 @@ class ItemPolicy:
     @torch.no_grad()
     def probabilities(self, examples, batch=32): # (windows, queries, phases)
         self.model.eval()
-        return np.concatenate([torch.sigmoid(self.logits(examples[i:i+batch])).cpu().numpy() for i in range(0, len(examples), batch)])
+        return np.concatenate([torch.sigmoid(self.logits(examples[i:i+batch])).cpu().numpy()
+                               for i in range(0, len(examples), batch)])
 
     def save(self, folder, base): # `base`: what the adapter belongs to
-        core.atomic_write(Path(folder)/'head.safetensors', lambda tmp: save_file({k: v.cpu().contiguous() for k, v in self.head.state_dict().items()}, tmp))
+        core.atomic_write(Path(folder)/'head.safetensors',
+                          lambda tmp: save_file({k: v.cpu().contiguous() for k, v in self.head.state_dict().items()}, tmp))
         if self.form == 'items': policy.save_adapter(self.base, folder, base)
 
 # %% ../nbs/13b_items.ipynb #c018
@@ -145,7 +153,8 @@ def windows_asked(
         x = baselines.design(block.X[i][a.ravel()], block.columns).reshape(*a.shape, -1)
         e = block.windows.episode_id.iloc[i]
         if keys and e not in keys: raise core.DataError(f'window {e} is not in the prompt cache; run `dvc repro encode`')
-        out.append(Asked(e, np.concatenate([x, l[..., None]], -1).astype(np.float32), l, block.y[i][a] > 0, list(c), keys.get(e, '')))
+        out.append(Asked(e, np.concatenate([x, l[..., None]], -1).astype(np.float32), l, block.y[i][a] > 0, list(c),
+                         keys.get(e, '')))
     return out, at
 
 def forecasts(
@@ -156,7 +165,8 @@ def forecasts(
 ) -> np.ndarray: # (rows, candidates)
     "The policy's probabilities where it was asked, the anchor's elsewhere."
     out = np.clip(np.array(p, float), baselines.LOW, baselines.HIGH)
-    np.put_along_axis(out, at.reshape(len(out), -1), pol.probabilities(seen).reshape(len(out), -1).clip(baselines.LOW, baselines.HIGH), 1)
+    np.put_along_axis(out, at.reshape(len(out), -1),
+                      pol.probabilities(seen).reshape(len(out), -1).clip(baselines.LOW, baselines.HIGH), 1)
     return out
 
 # %% ../nbs/13b_items.ipynb #c020
@@ -185,9 +195,11 @@ def open_material(
     index = core.read_parquet(root/'out/cache/index.parquet', ['scope', 'split', 'episode_id', 'key'])
     index = index[(index.scope == scope) & (index.split == split)]
     block = load_block(root/'out/features', scope, split)
-    if len(anchor) != len(block.windows)*len(block.pairs): raise core.DataError(f'out/anchors/{scope}-{split}.parquet does not fit the features; run `dvc repro anchor`')
+    if len(anchor) != len(block.windows)*len(block.pairs):
+        raise core.DataError(f'out/anchors/{scope}-{split}.parquet does not fit the features; run `dvc repro anchor`')
     queries = policy.read_meta(root/'out/cache/queries.json')['queries']
-    return Material(block, anchor, dict(zip(index.episode_id, index.key)), root/'out/base_model', policy.PromptCache(root/'out/cache'), queries, params,
+    return Material(block, anchor, dict(zip(index.episode_id, index.key)), root/'out/base_model',
+                    policy.PromptCache(root/'out/cache'), queries, params,
                     root/'.cache/checkpoints')
 
 def make_policy(
@@ -228,7 +240,8 @@ def train_policy(
     pol = make_policy(m, form, seed, train, [*val, *rest])
     cfg = core.TrainParams(**m.params.items.train.model_dump(), lr=lr)
     settings = m.params.model_dump_json(include={'lora', 'items', 'base_model', 'threads', 'decoding'})
-    folder = m.checkpoints/training.inputs_hash(what, settings, lr, seed, [e.key or e.episode_id for e in (*train, *val)], np.asarray(weights).tolist())
+    folder = m.checkpoints/training.inputs_hash(what, settings, lr, seed, [e.key or e.episode_id for e in (*train, *val)],
+                                                np.asarray(weights).tolist())
     curve, best = training.fit(pol, train, weights, val, cfg, seed, folder, desc=what)
     return pol, curve, best
 
@@ -244,7 +257,8 @@ def load_policy(
     if not (folder/'head.safetensors').exists(): raise core.DataError(f'{folder} holds no item policy; run `dvc repro items`')
     tensors = load_file(folder/'head.safetensors')
     hidden, width = tensors['features.weight'].shape
-    head = Head(width, tensors['state.weight'].shape[1] if 'state.weight' in tensors else 0, hidden); head.load_state_dict(tensors)
+    head = Head(width, tensors['state.weight'].shape[1] if 'state.weight' in tensors else 0, hidden)
+    head.load_state_dict(tensors)
     if head.state is None: return ItemPolicy(head)
     model, _ = policy.load_base(base, device=device)
     if (folder/'adapter_config.json').exists(): model = policy.load_adapter(model, folder)
@@ -257,16 +271,20 @@ def run(
 ) -> dict: # meta of `training.save_run`, curve, episode_ids, items, item_probs
     "Train, save and forecast."
     b, p, n = m.block, m.column('p'), m.params.items.queries
-    parts = dict(train=b.rows('train', empty=False), val=b.rows('val', empty=False), out=np.sort(np.r_[b.rows('val'), b.rows('test')]))
+    parts = dict(train=b.rows('train', empty=False), val=b.rows('val', empty=False),
+                 out=np.sort(np.r_[b.rows('val'), b.rows('test')]))
     for k, r in parts.items():
         if k not in m.seen: m.seen[k] = windows_asked(b, r, p[r], n, m.keys)
     train, val, (out, at) = m.seen['train'][0], m.seen['val'][0], m.seen['out']
     w = job['weights'].set_index('episode_id').weight.reindex([e.episode_id for e in train]).to_numpy()
     what = '-'.join(map(str, (job[k] for k in ('scope', 'split', 'form', 'objective', 'seed'))))
-    if np.isnan(w).any(): raise core.DataError(f'the weights of {what} lack window {train[int(np.isnan(w).argmax())].episode_id}; run `dvc repro weights`')
+    if np.isnan(w).any():
+        raise core.DataError(f'the weights of {what} lack window {train[int(np.isnan(w).argmax())].episode_id}; '
+                             'run `dvc repro weights`')
     pol, curve, best = train_policy(m, job['form'], train, w, val, job['lr'], job['seed'], what, out)
     rows = parts['out']; P = forecasts(pol, out, at, p[rows])
-    meta = {k: job[k] for k in ('scope', 'split', 'objective', 'form', 'seed')} | dict(base=job['base']['id'], base_sha256=job['base']['sha256'], lr=job['lr'])
+    meta = {k: job[k] for k in ('scope', 'split', 'objective', 'form', 'seed')}
+    meta |= dict(base=job['base']['id'], base_sha256=job['base']['sha256'], lr=job['lr'])
     meta = training.save_run(pol, job['folder'], curve, best, [e.episode_id for e in train], w, meta)
     items, probs = baselines.decode(b, rows, P, m.params.decoding.min_items, m.params.decoding.floor)
     return dict(meta=meta, curve=curve, episode_ids=b.windows.episode_id.iloc[rows].tolist(), items=items, item_probs=probs)
@@ -286,7 +304,9 @@ def origin_rows(
 def try_setting(
     m,   # Material of split temporal
     job, # dict form, lr, origin, rows (of `origin_rows`), seed
-) -> dict: # rows, best_epoch; of anchor and head, a window each: loss_ (nats), items_, hoped_ (the F1 of indication and phase that the probabilities promise)
+# rows, best_epoch; of anchor and head, a window each: loss_ (nats), items_, hoped_ (the F1 of indication and phase that the
+# probabilities promise)
+) -> dict:
     "Train on an origin's past and forecast its year."
     b, n = m.block, m.params.items.queries
     train, stop, score = job['rows']; p, forward = m.column('p'), m.column('forward')
@@ -299,6 +319,7 @@ def try_setting(
     q = kinds['score'][1]; P = forecasts(pol, seen, at, q); cfg = m.params.decoding
     out = dict(rows=score, best_epoch=best)
     for k, v in dict(anchor=q, head=P).items():
-        out |= {f'loss_{k}': baselines.log_loss(v, b.y[score]), f'items_{k}': baselines.decode(b, score, v, cfg.min_items, cfg.floor)[0],
+        out |= {f'loss_{k}': baselines.log_loss(v, b.y[score]),
+                f'items_{k}': baselines.decode(b, score, v, cfg.min_items, cfg.floor)[0],
                 f'hoped_{k}': decoding.expected_f1_curve(-np.sort(-v, 1)).max(1)}
     return out

@@ -62,7 +62,8 @@ def score_window(
     weights,     # of the fields, for soft_f1
     known=None,  # indications that the program had before; None = unknown, no new_indication_f1
 ) -> dict: # METRICS, and <name>_hits, <name>_total for the micro averages
-    "Scores of one predicted portfolio. new_indication_f1 is NaN where the truth holds no new indication, so it has the same windows for every method."
+    """Scores of one predicted portfolio. new_indication_f1 is NaN where the truth holds no new indication, so it has the same
+    windows for every method."""
     counts = dict(indication=set_hits((i[0] for i in pred), (i[0] for i in true)),
                   indication_phase=set_hits((i[:2] for i in pred), (i[:2] for i in true)),
                   soft=soft_hits(pred, true, weights), strict=multiset_hits(pred, true))
@@ -85,13 +86,16 @@ def score_episodes(
     "Scores of every predicted window, empty ones too."
     truth = windows.set_index('episode_id')
     if (gone := ~predictions.episode_id.isin(truth.index)).any():
-        raise core.DataError(f"predictions of {predictions.method[gone].iloc[0]}: window '{predictions.episode_id[gone].iloc[0]}' is not "
-                             'among the windows of the split; run the stage that made them again')
-    rows = {i: (as_items(x), p, d, e) for i, x, p, d, e in zip(truth.index, truth['items'], truth.program, truth.decision_date, truth['empty'])}
+        raise core.DataError(f"predictions of {predictions.method[gone].iloc[0]}: window "
+                             f"'{predictions.episode_id[gone].iloc[0]}' is not among the windows of the split; "
+                             'run the stage that made them again')
+    rows = {i: (as_items(x), p, d, e)
+            for i, x, p, d, e in zip(truth.index, truth['items'], truth.program, truth.decision_date, truth['empty'])}
     out = []
     for r in predictions[[*RUN, 'episode_id', 'items', 'n_invalid']].itertuples(index=False):
         true, program, date, empty = rows[r.episode_id]; pred = as_items(r.items)
-        out.append({**{k: getattr(r, k) for k in RUN}, 'episode_id': r.episode_id, 'program': program, 'decision_date': date, 'empty': bool(empty),
+        out.append({**{k: getattr(r, k) for k in RUN}, 'episode_id': r.episode_id, 'program': program,
+                    'decision_date': date, 'empty': bool(empty),
                     'n_pred': len(pred), 'n_true': len(true), 'n_invalid': r.n_invalid,
                     **score_window(pred, true, weights, None if known is None else known.get(r.episode_id))})
     return pd.DataFrame(out)
@@ -103,7 +107,8 @@ def statistics(
     "Numerators and denominators of every metric that a results table holds."
     full, empty = scores[~scores['empty']], scores[scores['empty']]
     out = {m: (full[m].to_numpy(), None, full.program.to_numpy()) for m in METRICS}
-    out |= {f'micro_{m}_f1': (scores[f'{m}_hits'].to_numpy(), scores[f'{m}_total'].to_numpy(), scores.program.to_numpy()) for m in MICRO}
+    out |= {f'micro_{m}_f1': (scores[f'{m}_hits'].to_numpy(), scores[f'{m}_total'].to_numpy(), scores.program.to_numpy())
+            for m in MICRO}
     out['mean_size'] = full.n_pred.to_numpy(float), None, full.program.to_numpy()
     out['empty_predicted_empty'] = (empty.n_pred == 0).to_numpy(float), None, empty.program.to_numpy()
     out['empty_mean_size'] = empty.n_pred.to_numpy(float), None, empty.program.to_numpy()

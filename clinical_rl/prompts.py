@@ -40,7 +40,8 @@ def canonical(
 def item_text(
     item, # (indication, phase, line, regimen)
 ) -> str: # as in 'NSCLC I/II first combination'
-    "An item in words: what is unspecified is left out, phases are Roman, for each word and numeral is one token more to read and write."
+    """An item in words: what is unspecified is left out, phases are Roman, for each word and numeral is one token more to read
+    and write."""
     ind, phase, *rest = item
     return ' '.join([ind, ROMAN[phase], *(w for w in rest if w != 'unspecified')])
 
@@ -146,7 +147,8 @@ def history_items(
     "Past items of a program, from its usable trials, one a trial x indication."
     cols = ['age_months', 'nct_id', 'indications', *ITEM[1:], 'own']
     rows = sorted(r for r in trials[cols].itertuples(index=False, name=None) if isinstance(r[2], str) and isinstance(r[3], str))
-    return [Past(code, phase, line, regimen, int(age), bool(own)) for age, _, codes, phase, line, regimen, own in rows for code in codes.split('|')]
+    return [Past(code, phase, line, regimen, int(age), bool(own)) for age, _, codes, phase, line, regimen, own in rows
+            for code in codes.split('|')]
 
 # %% ../nbs/08_prompts.ipynb #c021
 def _money(x): # 1234567890 -> '1.2bn'
@@ -242,7 +244,8 @@ def incidence_lines(
     return [f'{c} {_money(n[c])}' for c in codes if c in n.index]
 
 # %% ../nbs/08_prompts.ipynb #c027
-_CUT = [('incidence', 2), ('older', 0), ('approvals', 4), ('memory', 8), ('last', 8), ('incidence', 0), ('memory', 5), ('approvals', 0),
+_CUT = [('incidence', 2), ('older', 0), ('approvals', 4), ('memory', 8), ('last', 8), ('incidence', 0), ('memory', 5),
+        ('approvals', 0),
         ('last', 3), ('memory', 3), ('last', 0), ('memory', 0)] # section, lines it keeps
 
 def fit_budget(
@@ -279,17 +282,20 @@ def state_text(
     own = [x for x in h if x.own]
     shown = own if scope == 'sponsor' else h
     n = Counter(window_of(x.age, window_months) for x in shown)
-    windows, memory, approved = window_lines(shown, recent_windows, window_months), memory_lines(shown), approval_lines(state.approvals, t)
+    windows = window_lines(shown, recent_windows, window_months)
+    memory, approved = memory_lines(shown), approval_lines(state.approvals, t)
     codes = list(dict.fromkeys(l.split()[0] for l in memory + approved))
     sections = dict(memory=memory[:12], last=windows[0], approvals=approved[:8], older=[l for w in windows[1:] for l in w][:5],
                     incidence=incidence_lines(state.epidemiology, codes)[:incidence])
     if scope == 'sponsor': sections['older'] += [f'others: {l}' for l in memory_lines([x for x in h if not x.own])[:6]]
     age = f', first {state.trials.age_months.max()}m ago' if len(state.trials) else ''
     head = [f'{t:%Y-%m-%d} {prog["drug"]}, {prog["drug_class"]}, {prog["target"]}, {prog["modality"]}',
-            f'Trials {len(state.trials)}, items {len(h)}, own {len(own)}{age}; per window ' + ' '.join(str(n[j]) for j in range(4))]
+            f'Trials {len(state.trials)}, items {len(h)}, own {len(own)}{age}; per window '
+            + ' '.join(str(n[j]) for j in range(4))]
     if scope == 'sponsor': head[0] += '; own trials only'
     money = [l for l in (filing_line(state.filings, t), utilization_line(state.utilization, t)) if l]
-    titles = dict(memory='All, last, by phase:', last='Last window:', older='Before:', approvals='Approved:', incidence='US cases:')
+    titles = dict(memory='All, last, by phase:', last='Last window:', older='Before:', approvals='Approved:',
+                  incidence='US cases:')
     inline = {'approvals', 'incidence'} # short lines stand side by side
     fixed = '\n'.join(head + money + list(titles.values())) + '\n'
     sections, cut = fit_budget(sections, cost, max_tokens - cost(fixed))
@@ -332,7 +338,8 @@ def prompt_table(
     tokenizer,  # of the base model
     grammar,    # Grammar of that tokenizer
     params,     # all of params.yaml
-) -> pd.DataFrame: # scope, split, part, episode_id, program, decision_date, empty, text, prompt, target, n_prompt, n_target, lines_cut
+# scope, split, part, episode_id, program, decision_date, empty, text, prompt, target, n_prompt, n_target, lines_cut
+) -> pd.DataFrame:
     "Prompts and targets of all windows of a split; empty training windows are left out."
     cost = lru_cache(None)(lambda s: len(tokenizer.encode(s, add_special_tokens=False)))
     system = SYSTEM.format(params.episodes.window_months)
@@ -342,13 +349,16 @@ def prompt_table(
         w = splits.apply(windows, table, excluded, scope, split, part)
         if part == 'train': w = w[~w['empty']]
         gone = splits.excluded_ids(excluded, scope, split, part)
-        states = dict(core.progress(episodes.states(records, w, gone, params.episodes.pan_tumour_above), f'{split} {part} states', total=len(w), unit='window'))
+        states = dict(core.progress(episodes.states(records, w, gone, params.episodes.pan_tumour_above),
+                                    f'{split} {part} states', total=len(w), unit='window'))
         for r in w.itertuples():
-            text, cut = state_text(states[r.episode_id], scope, room, cost, params.prompts.recent_windows, params.episodes.window_months,
-                                   params.prompts.incidence, report=True)
+            text, cut = state_text(states[r.episode_id], scope, room, cost, params.prompts.recent_windows,
+                                   params.episodes.window_months, params.prompts.incidence, report=True)
             ids, target = prompt_ids(text, tokenizer, system), [] if r.empty else grammar.target(r.items)
-            rows.append((scope, split, part, r.episode_id, r.program, r.decision_date, r.empty, text, ids, target, len(ids), len(target), cut))
-    return pd.DataFrame(rows, columns=['scope', 'split', 'part', 'episode_id', 'program', 'decision_date', 'empty', 'text', 'prompt', 'target',
+            rows.append((scope, split, part, r.episode_id, r.program, r.decision_date, r.empty, text, ids, target, len(ids),
+                         len(target), cut))
+    return pd.DataFrame(rows, columns=['scope', 'split', 'part', 'episode_id', 'program', 'decision_date', 'empty',
+                                       'text', 'prompt', 'target',
                                        'n_prompt', 'n_target', 'lines_cut'])
 
 def prompt_cell(

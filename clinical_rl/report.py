@@ -158,14 +158,16 @@ PAGES = [
          lede='What public records there are, by kind, program and year, what is missing, how well text is coded.'),
     dict(file='episodes.html', title='Episodes', stages=['episodes', 'splits', 'rewards', 'prompts'],
          lede='Decision dates, what was public on them, what was done next, what came of it, and who is held out.'),
-    dict(file='training.html', title='Training', stages=['base_model', 'weights', 'encode', 'anchor', 'select', 'items', 'train', 'policies'],
+    dict(file='training.html', title='Training',
+         stages=['base_model', 'weights', 'encode', 'anchor', 'select', 'items', 'train', 'policies'],
          lede='The language model, how much each window counts, the policies trained on the windows, and how the training went.'),
     dict(file='simulator.html', title='Simulator', stages=['simulator'],
          lede='A made-up world whose best policy is known exactly: does each objective do what it claims, and when does it not?'),
     dict(file='baselines.html', title='Baselines', stages=['features', 'baseline'],
          lede='Simple forecasts that a policy has to beat, and the numbers that they and the item policies are given.'),
     dict(file='agents.html', title='Agents', stages=['agent_scores', 'agents', 'index'],
-         lede='Models that look things up on the decision date, behind the same gate: how well they do, what it costs, and what they saw.'),
+         lede='Models that look things up on the decision date, behind the same gate: how well they do, what it costs, '
+              'and what they saw.'),
     dict(file='probes.html', title='Probes', stages=['probes'],
          lede='Does a model remember the windows that it is asked to foresee? Five probes, and what each could have found.'),
     dict(file='results.html', title='Results', stages=['evaluate'],
@@ -181,7 +183,8 @@ def run_names(
     text, items = params.policies.text, params.policies.items
     def cells(*lists): return ['-'.join(map(str, c)) for c in product(*lists)]
     variants = dict(baseline=params.baselines.methods, items=cells(items.scopes, items.splits, params.policies.seeds),
-                    train=cells(text.scopes, text.splits, text.objectives, params.policies.seeds), policies=cells(text.scopes, text.splits, params.policies.seeds))
+                    train=cells(text.scopes, text.splits, text.objectives, params.policies.seeds),
+                    policies=cells(text.scopes, text.splits, params.policies.seeds))
     return [f'{stage}-{v}' for v in variants[stage]] if stage in variants else [stage]
 
 def find_runs(
@@ -189,7 +192,8 @@ def find_runs(
     folder,    # of the executed notebooks
     params,    # of `run_names`: files of runs that are no longer asked for may lie there
 ) -> list: # (name, variant, path) in the order of params
-    "Executed notebooks of a stage. DataError names the stage whose notebook is missing, unless `evaluate.partial` lets runs of policies wait."
+    """Executed notebooks of a stage. DataError names the stage whose notebook is missing, unless `evaluate.partial` lets runs of
+    policies wait."""
     runs = []
     for name in run_names(stage, params):
         if not (path := Path(folder)/f'{name}.ipynb').exists():
@@ -217,7 +221,8 @@ def footer(
     except (OSError, KeyError, TypeError, IndexError, yaml.YAMLError):
         raise DataError(f'{base}/data.dvc is missing or holds no md5; restore it with `git checkout data.dvc`') from None
     text = (base/'params.yaml').read_text()
-    plain = yaml.safe_dump(yaml.safe_load(text), sort_keys=False, default_flow_style=None, width=120) # without the comments: every page holds it
+    # without the comments: every page holds it
+    plain = yaml.safe_dump(yaml.safe_load(text), sort_keys=False, default_flow_style=None, width=120)
     return dict(version=__version__, data=md5, params=plain, params_hash=hashlib.sha256(text.encode()).hexdigest())
 
 def _environment(templates):
@@ -246,7 +251,8 @@ def read_metrics(
     name:str,   # file in reports/metrics
     columns:list, # that must be there
 ) -> pd.DataFrame: # missing form, objective, decoding as ''
-    "A metrics table without the agents, who answer fewer windows and have a page of their own; or one line that says what is wrong with it."
+    """A metrics table without the agents, who answer fewer windows and have a page of their own; or one line that says what is
+    wrong with it."""
     path = Path(base)/'reports'/'metrics'/name
     try: df = pd.read_csv(path, keep_default_na=True)
     except FileNotFoundError: raise DataError(f'{path} is missing: stage evaluate has not run; run `dvc repro`') from None
@@ -264,7 +270,8 @@ def headline(
     results:pd.DataFrame,     # results.csv
     comparisons:pd.DataFrame, # comparisons.csv
 ) -> list: # per scope and split: dict(scope, split, n_episodes, n_programs, rows), rows sorted by indication F1
-    "The headline table as data: the comparison baseline, the best baseline, the policies; rows hold label, role (policy, chosen, best), and (value, lo, hi) per metric."
+    """The headline table as data: the comparison baseline, the best baseline, the policies; rows hold label, role (policy,
+    chosen, best), and (value, lo, hi) per metric."""
     blocks = []
     for scope, split in HEADLINE:
         r = rs.at(results, scope, split); r = r[(r.method != 'empty') & r.metric.isin(list(HEADLINE_METRICS))]
@@ -276,9 +283,11 @@ def headline(
         rows = []
         for k in first[policy | first.method.isin(base)][KEY].itertuples(index=False, name=None):
             g = r[(r[KEY] == pd.Series(k, KEY)).all(axis=1)].set_index('metric')[['value', 'lo', 'hi']]
-            rows.append(dict(key=k, label=method_label(*k[:4]), role='policy' if k[0] == 'policy' else 'chosen' if k[0] in chosen else 'best',
+            rows.append(dict(key=k, label=method_label(*k[:4]),
+                             role='policy' if k[0] == 'policy' else 'chosen' if k[0] in chosen else 'best',
                              **{m: tuple(map(float, v)) for m, *v in g.itertuples(name=None)}))
-        blocks.append(dict(scope=scope, split=split, rows=rows, n_episodes=int(first.n_episodes.max()), n_programs=int(first.n_programs.max())))
+        blocks.append(dict(scope=scope, split=split, rows=rows, n_episodes=int(first.n_episodes.max()),
+                           n_programs=int(first.n_programs.max())))
     if not blocks:
         raise DataError('reports/metrics/results.csv has no row of the splits temporal and drug; delete it, run `dvc repro`')
     return blocks
@@ -309,7 +318,8 @@ def forest(
     from io import BytesIO
     use_style()
     splits = [s for s in ('temporal', 'drug') if any(b['split'] == s for b in blocks)]
-    order = {s: list(dict.fromkeys(r['label'] for b in blocks if b['split'] == s for r in b['rows'] if 'indication_f1' in r)) for s in splits}
+    order = {s: list(dict.fromkeys(r['label'] for b in blocks if b['split'] == s for r in b['rows'] if 'indication_f1' in r))
+             for s in splits}
     heights = [len(order[s]) for s in splits]
     fig, axs = plt.subplots(len(splits), 1, figsize=(5.6, .4*sum(heights) + .75*len(splits)), sharex=True,
                             height_ratios=heights, squeeze=False)
@@ -353,7 +363,8 @@ def headline_html(
     blocks:list, # see `headline`
 ) -> str: # HTML
     "The headline table: a group of rows for each scope and split."
-    tags = dict(policy='', chosen=' <span class="tag">comparison baseline</span>', best=' <span class="tag">best baseline, in hindsight</span>')
+    tags = dict(policy='', chosen=' <span class="tag">comparison baseline</span>',
+                best=' <span class="tag">best baseline, in hindsight</span>')
     head = ''.join(f'<th scope="col" class=num>{l} <span class="unit">%</span></th>' for l in HEADLINE_METRICS.values())
     body = ''
     for b in blocks:
@@ -369,8 +380,8 @@ def headline_html(
     return (f'{_box(" headline", "Headline results")}\n<table>\n'
             '<caption><span>Test windows: mean with 95 % interval over programs</span></caption>\n'
             f'<thead><tr><th scope="col">Method</th>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n</div>\n'
-            '<p class="note">The comparison baseline was chosen on validation windows, the best baseline is the one that turned out highest here. All '
-            'methods: <a href="results.html">results</a>.</p>')
+            '<p class="note">The comparison baseline was chosen on validation windows, the best baseline is the one that turned '
+            'out highest here. All methods: <a href="results.html">results</a>.</p>')
 
 # %% ../nbs/17_report.ipynb #c030
 def data_summary(
@@ -441,10 +452,12 @@ def build_reports(
     for page in PAGES[1:]:
         sections = [render_section(read_notebook(path), name, templates, variant, exporter)
                     for name, variant, path in runs[page['file']]]
-        left = [r for s in page['stages'] for r in run_names(s, params) if r not in {name for name, *_ in runs[page['file']]}] # see evaluate.partial
+        # see evaluate.partial
+        left = [r for s in page['stages'] for r in run_names(s, params) if r not in {name for name, *_ in runs[page['file']]}]
         note = f'<p class="note">Not run yet: {html.escape(", ".join(left))}.</p>\n' if left else ''
         pages[page['file']] = render_page(page, note + '\n'.join(s['html'] for s in sections), sections, foot, templates)
-    kept = sum(p.stat().st_size for p in out.rglob('*') if p.is_file() and p.relative_to(out).as_posix() not in pages) if out.exists() else 0
+    kept = sum(p.stat().st_size for p in out.rglob('*')
+               if p.is_file() and p.relative_to(out).as_posix() not in pages) if out.exists() else 0
     total = kept + sum(len(t.encode()) for t in pages.values())
     if total > max_bytes:
         raise DataError(f'reports would take {total/2**20:.1f} MiB, more than {max_bytes/2**20:.1f}; '
@@ -467,11 +480,13 @@ def _readme_results(base): # headline table in Markdown
                   '| method | ' + ' | '.join(f'{l} (%)' for l in HEADLINE_METRICS.values()) + ' |',
                   '| --- |' + ' ---: |'*len(HEADLINE_METRICS)]
         for r in b['rows']:
-            name = dict(policy=f'**{r["label"]}**', chosen=f'{r["label"]} (comparison baseline)', best=f'{r["label"]} (best baseline, in hindsight)')[r['role']]
+            name = dict(policy=f'**{r["label"]}**', chosen=f'{r["label"]} (comparison baseline)',
+                        best=f'{r["label"]} (best baseline, in hindsight)')[r['role']]
             cells = (interval(*r[m], scale=100) if m in r else '–' for m in HEADLINE_METRICS)
             lines.append(f'| {name} | ' + ' | '.join(cells) + ' |')
         lines.append('')
-    return '\n'.join([*lines, *(plain(f) + '\n' for f in findings(res, cmp, load_params(Path(base)/'params.yaml').evaluate.min_clusters))]).strip()
+    said = findings(res, cmp, load_params(Path(base)/'params.yaml').evaluate.min_clusters)
+    return '\n'.join([*lines, *(plain(f) + '\n' for f in said)]).strip()
 
 def _readme_data(base): # one sentence about the data
     path = Path(base)/'reports'/'metrics'/'data.json'
@@ -479,10 +494,10 @@ def _readme_data(base): # one sentence about the data
     except (OSError, ValueError): raise DataError(f'{path} is missing or damaged; run `dvc repro`') from None
     kinds = ', '.join(f'{n:,} {KINDS[k].lower()}' for k, n in d['records'].items())
     w, m = d['windows'], d['mapper']
-    return (f'{sum(d["records"].values()):,} public records: {kinds}. {d["programs"]} drug programs give {w["landscape"]:,} half-year '
-            f'windows with new trials by any sponsor, and {w["sponsor"]:,} with trials led by the program\'s own sponsors. The indications '
-            f'of a trial are coded correctly in {100*m["indication_accuracy"]:.1f} % of the labelled rows that were set aside '
-            f'({m["n_labelled"]:,} rows labelled in all).')
+    return (f'{sum(d["records"].values()):,} public records: {kinds}. {d["programs"]} drug programs give {w["landscape"]:,} '
+            f'half-year windows with new trials by any sponsor, and {w["sponsor"]:,} with trials led by the program\'s own '
+            f'sponsors. The indications of a trial are coded correctly in {100*m["indication_accuracy"]:.1f} % of the labelled '
+            f'rows that were set aside ({m["n_labelled"]:,} rows labelled in all).')
 
 def readme_text(
     base=None, # project root

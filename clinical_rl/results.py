@@ -57,8 +57,10 @@ def beside(
     scores, # of `metrics.score_episodes` on test windows, agents and others
     n=10000, permutations=10000, seed=0, min_clusters=15,
     metric='indication_f1',
-) -> pd.DataFrame: # agent, method, value, lo, hi, diff, diff_lo, diff_hi, p, verdict, n_episodes, n_programs, n_dates: best method first
-    "Each agent, and all methods on the episodes that it answered: their scores, and the agent's minus theirs. No verdict on one date alone."
+# agent, method, value, lo, hi, diff, diff_lo, diff_hi, p, verdict, n_episodes, n_programs, n_dates: best method first
+) -> pd.DataFrame:
+    """Each agent, and all methods on the episodes that it answered: their scores, and the agent's minus theirs. No verdict on one
+    date alone."""
     full = scores[~scores['empty']]
     first = full.drop_duplicates('episode_id').set_index('episode_id'); program, date = first.program, first.decision_date
     wide = full.assign(label=labels(full)).pivot_table(index='episode_id', columns='label', values=metric) # the mean over seeds
@@ -70,12 +72,14 @@ def beside(
             theirs = wide[other].reindex(mine.index)
             if theirs.isna().any():
                 if other in agents: continue # it answered other windows
-                raise core.DataError(f'predictions of {other}: window {theirs.index[theirs.isna()][0]} is missing; run its stage again')
+                raise core.DataError(f'predictions of {other}: window {theirs.index[theirs.isna()][0]} is missing; '
+                                     'run its stage again')
             p = inference.permutation_test(mine - theirs, who, permutations, seed)
             score, diff = (inference.cluster_bootstrap(x.to_numpy(), who, n, seed) for x in (theirs, mine - theirs))
             said = inference.verdict(*diff, p, len(set(who)), min_clusters) if dates > 1 and other != agent else None
             rows.append((agent, other, *score, *diff, p if said else None, said, len(mine), len(set(who)), dates))
-    out = pd.DataFrame(rows, columns=['agent', 'method', 'value', 'lo', 'hi', 'diff', 'diff_lo', 'diff_hi', 'p', 'verdict', 'n_episodes', 'n_programs', 'n_dates'])
+    out = pd.DataFrame(rows, columns=['agent', 'method', 'value', 'lo', 'hi', 'diff', 'diff_lo', 'diff_hi', 'p', 'verdict',
+                                      'n_episodes', 'n_programs', 'n_dates'])
     return out.sort_values(['agent', 'value', 'method'], ascending=[True, False, True], ignore_index=True)
 
 # %% ../nbs/16b_results.ipynb #c016
@@ -117,8 +121,8 @@ def in_words(
     policies = vs[(vs.method == 'policy') & (vs.decoding == 'expected_f1')]
     items, text = policies[policies.form == 'items'], policies[policies.form == 'text']
     if n.n_dates == 1:
-        return [*out, '**All these windows have one decision date, so this split is descriptive**: an interval over programs does not '
-                      'hold what differs between half-years, and no difference here is evidence.',
+        return [*out, '**All these windows have one decision date, so this split is descriptive**: an interval over programs '
+                      'does not hold what differs between half-years, and no difference here is evidence.',
                 *([f'Differences of the policies, for what they are worth: {_each(policies)}.'] if len(policies) else [])]
     if len(items): out.append(_items_said(items))
     own = c[(c.against == 'parts') & (c.form == 'items') & (c.baseline == 'average')]
@@ -149,7 +153,8 @@ def score_table(
         out[[f'{name} value', f'{name} lo', f'{name} hi']] = v.to_numpy()
     if sizes is not None and (key.method == 'policy').any():
         n = at(sizes, scope, split).groupby(['form', 'objective']).effective_sample_size.mean().to_dict()
-        out['effective windows'] = pd.Series([n.get(k) for k in zip(key.form, key.objective)], dtype=float).round().astype('Int64')
+        out['effective windows'] = pd.Series([n.get(k) for k in zip(key.form, key.objective)],
+                                             dtype=float).round().astype('Int64')
     if (key.n_seeds > 1).any(): out['sd between seeds'] = 100*key.seed_sd.to_numpy()
     return out
 

@@ -22,7 +22,8 @@ def item_table(
     "One row per item; `item` is its place in the portfolio."
     n = episodes['items'].map(len)
     base = episodes.loc[episodes.index.repeat(n), ['episode_id', 'program', 'decision_date']].reset_index(drop=True)
-    flat = pd.DataFrame([dict(i) for xs in episodes['items'] for i in xs], columns=['indication', 'phase', 'line', 'regimen'], dtype='str')
+    flat = pd.DataFrame([dict(i) for xs in episodes['items'] for i in xs], columns=['indication', 'phase', 'line', 'regimen'],
+                        dtype='str')
     nct = pd.Series([t for ts in episodes.item_trials for t in ts], dtype='str')
     return base.assign(item=base.groupby('episode_id').cumcount(), nct_id=nct).join(flat)
 
@@ -150,7 +151,8 @@ def episode_rewards(
     items:pd.DataFrame,  # with reward and observed
 ) -> pd.DataFrame: # episode_id, reward (mean over items that have one), observed_share (0 to 1)
     "Mean reward of a portfolio; NaN where no item has an outcome yet."
-    return items.groupby('episode_id', sort=False).agg(reward=('reward', 'mean'), observed_share=('observed', 'mean')).reset_index()
+    return (items.groupby('episode_id', sort=False)
+                 .agg(reward=('reward', 'mean'), observed_share=('observed', 'mean')).reset_index())
 
 # %% ../nbs/05_rewards.ipynb #c025
 def trial_items(
@@ -172,7 +174,8 @@ def compute(
     exclude=frozenset(),    # registry numbers that do not exist for these episodes, of `splits.excluded_ids`
 ) -> tuple: # items (a row per item), episodes (as_of, episode_id, reward, observed_share)
     "Outcomes and rewards of every item and episode, as seen at `as_of`."
-    if not len(episodes): raise DataError('rewards: no episode to reward; check out/episodes/episodes.parquet, then `dvc repro episodes`')
+    if not len(episodes):
+        raise DataError('rewards: no episode to reward; check out/episodes/episodes.parquet, then `dvc repro episodes`')
     as_of, comp = pd.Timestamp(as_of), cfg.components
     registry = records.registry[~records.registry.nct_id.isin(exclude)]
     items = item_table(episodes)
@@ -184,7 +187,8 @@ def compute(
         items[f'{c}_censored'] = censored(items.decision_date, getattr(comp, c), as_of)
         items[c] = v.mask(items[f'{c}_censored'])
     items = item_rewards(items, cfg, None if fit is None else items.episode_id.isin(set(fit)))
-    cols = ['episode_id', 'item', 'nct_id', 'indication', 'phase', 'line', 'regimen', *(x for c in COMPONENTS for x in (c, f'{c}_censored')), 'reward', 'observed']
+    cols = ['episode_id', 'item', 'nct_id', 'indication', 'phase', 'line', 'regimen',
+            *(x for c in COMPONENTS for x in (c, f'{c}_censored')), 'reward', 'observed']
     out = items[cols].assign(as_of=as_of)
     return out, episode_rewards(items).assign(as_of=as_of)[['as_of', 'episode_id', 'reward', 'observed_share']]
 
@@ -193,7 +197,8 @@ def as_of_dates(
 ) -> dict: # split -> the day from which its training rewards look
     "Dated splits look from their training cutoff, entity splits from `rewards.as_of`."
     dated = ('temporal', 'clean')
-    return {s: pd.Timestamp(getattr(params.splits, s).train_before if s in dated else params.rewards.as_of) for s in params.splits.names}
+    return {s: pd.Timestamp(getattr(params.splits, s).train_before if s in dated else params.rewards.as_of)
+            for s in params.splits.names}
 
 # %% ../nbs/05_rewards.ipynb #c033
 def before(
@@ -205,6 +210,7 @@ def before(
     day, out = pd.Timestamp(day), copy.copy(records)
     r = records.registry[records.registry.public_date <= day]
     late = ~(r.vintage <= day)
-    out.registry = r.assign(status=r.status.mask(late), completion_date=r.completion_date.mask(late), vintage=r.vintage.mask(late))
+    out.registry = r.assign(status=r.status.mask(late), completion_date=r.completion_date.mask(late),
+                            vintage=r.vintage.mask(late))
     out.approvals = records.approvals[records.approvals.public_date <= day]
     return out

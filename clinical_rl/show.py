@@ -198,7 +198,8 @@ METHODS = dict(empty='Empty portfolio', last_window='Repeat of last window', fre
 AGENTS = dict(heuristic='Frequency rule through the tools', base_0_shot='Base model, zero-shot')
 OBJECTIVES = dict(bc='BC', rw_bc='RW-BC', lr_bc='LR-BC', iql='IQL')
 
-FORMS = dict(text='text', items='items', frozen='items, frozen model', features='items, no model') # the last two are items with less
+# the last two are items with less
+FORMS = dict(text='text', items='items', frozen='items, frozen model', features='items, no model')
 
 def method_label(
     method, form='', objective='', decoding='', # columns of a prediction
@@ -208,4 +209,5 @@ def method_label(
         shots = re.fullmatch(r'base_(\d+)_shot', form)
         return AGENTS.get(form, f'Base model, {shots[1]} examples' if shots else form.replace('_', ' ')) + ' (agent)'
     if method != 'policy': return METHODS.get(method, str(method).replace('_', ' ').capitalize())
-    return f'{OBJECTIVES.get(objective, objective)} policy ({FORMS.get(form, form)})' + (', greedy' if decoding == 'greedy' else '')
+    how = ', greedy' if decoding == 'greedy' else ''
+    return f'{OBJECTIVES.get(objective, objective)} policy ({FORMS.get(form, form)}){how}'

@@ -100,7 +100,8 @@ def late_trials(
     cfg,                    # params.splits.temporal or .clean
 ) -> pd.DataFrame: # part, nct_id: trials that leave the targets and states of that part
     "Trials registered before the end of a part and public only after it."
-    late = lambda end: registry.nct_id[(registry.event_date <= end) & (registry.public_date > end)].drop_duplicates().sort_values()
+    late = lambda end: (registry.nct_id[(registry.event_date <= end) & (registry.public_date > end)]
+                        .drop_duplicates().sort_values())
     return pd.concat([pd.DataFrame({'part': p, 'nct_id': late(pd.Timestamp(end))}, dtype='str')
                       for p, end in (('train', cfg.train_before), ('val', cfg.val_before))], ignore_index=True)
 
@@ -120,7 +121,8 @@ def make_splits(
         out = late_trials(registry, getattr(cfg, split)) if split in DATED else shared_trials(registry, part_of)
         for scope, w in windows.groupby('scope', sort=False):
             part = date_parts(w, getattr(cfg, split)) if split in DATED else w.program.map(part_of)
-            keep.append(w[['episode_id', 'program', 'decision_date']].assign(part=part, scope=scope, split=split).dropna(subset='part'))
+            keep.append(w[['episode_id', 'program', 'decision_date']].assign(part=part, scope=scope, split=split)
+                        .dropna(subset='part'))
             gone.append(out.assign(scope=scope, split=split))
     splits = pd.concat(keep, ignore_index=True)[['scope', 'split', 'episode_id', 'program', 'decision_date', 'part']]
     none = pd.DataFrame(columns=['scope', 'split', 'part', 'nct_id'], dtype='str')
@@ -140,7 +142,8 @@ def apply(
     out = episodes[episodes.episode_id.isin(set(ids))].reset_index(drop=True)
     gone = excluded_ids(excluded, scope, split, part)
     keep = [[n not in gone for n in ts] for ts in out.item_trials]
-    for c in ('items', 'item_trials'): out[c] = pd.Series([[x for x, k in zip(xs, ks) if k] for xs, ks in zip(out[c], keep)], dtype=object)
+    for c in ('items', 'item_trials'):
+        out[c] = pd.Series([[x for x, k in zip(xs, ks) if k] for xs, ks in zip(out[c], keep)], dtype=object)
     out['n_trials'] = [len(set(ts)) for ts in out.item_trials]
     return out[out['empty'] | (out.n_trials > 0)].reset_index(drop=True)
 
@@ -165,11 +168,12 @@ def check_splits(
         for part in PARTS:
             w = apply(windows, splits, excluded, scope, split, part)
             if w['empty'].all():
-                raise DataError(f'split {split!r}, scope {scope!r}: no episode in part {part!r}; change splits.{split} in params.yaml '
-                                'or take more programs (data.max_programs)')
+                raise DataError(f'split {split!r}, scope {scope!r}: no episode in part {part!r}; '
+                                f'change splits.{split} in params.yaml or take more programs (data.max_programs)')
             for n in set().union(*map(set, w.item_trials)):
                 if side.setdefault(n, part) != part:
-                    raise DataError(f'split {split!r}, scope {scope!r}: {n} is a target of {side[n]} and of {part}; rebuild with `dvc repro -f splits`')
+                    raise DataError(f'split {split!r}, scope {scope!r}: {n} is a target of {side[n]} and of {part}; '
+                                    'rebuild with `dvc repro -f splits`')
 
 def sizes(
     windows:pd.DataFrame,   # episodes and empty windows of all scopes

@@ -10,7 +10,8 @@ import argparse, os, re, sys, tempfile, threading
 from contextlib import contextmanager
 from pathlib import Path
 
-sys.modules.setdefault('rfc3987_syntax', None) # a grammar that takes two seconds to build; jsonschema, which nbformat loads, does without
+# a grammar that takes two seconds to build; jsonschema, which nbformat loads, does without
+sys.modules.setdefault('rfc3987_syntax', None)
 import nbformat
 
 from .core import DataError, ParamError, atomic_write, load_params, root
@@ -77,7 +78,8 @@ def run_stage(
     p = load_params(base/'params.yaml')
     # BLAS and OpenMP read these when the kernel starts
     for v in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS'): os.environ[v] = str(p.threads)
-    # threads that spin at a barrier starve each other as soon as something else runs on the machine: encoding took 20 times as long
+    # threads that spin at a barrier starve each other as soon as something else runs on the machine:
+    # encoding took 20 times as long
     os.environ |= {'OMP_WAIT_POLICY': 'PASSIVE', 'GOMP_SPINCOUNT': '0'}
     os.environ['CLINICAL_RL_ROOT'] = str(base)
     # the report reads the folder of notebooks, so its own may not lie there
@@ -107,7 +109,8 @@ def main(
     except (DataError, ParamError) as e: line = error_line(a.stage, type(e).__name__, str(e))
     except Exception as e:
         if type(e).__name__ == 'DeadKernelError':
-            e = DataError('its kernel was killed, perhaps for want of memory; free some and run again, the stage starts anew or from its last checkpoint')
+            e = DataError('its kernel was killed, perhaps for want of memory; free some and run again, the stage starts anew or '
+                          'from its last checkpoint')
             print(error_line(a.stage, type(e).__name__, str(e)), file=sys.stderr); return 1
         if type(e).__name__ != 'PapermillExecutionError': raise
         if e.ename not in ('DataError', 'ParamError'): print('\n'.join(e.traceback), file=sys.stderr)

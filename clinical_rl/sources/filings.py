@@ -180,7 +180,8 @@ def _blocks(bodies): # part -> filings of the blocks
 def _recent(head): return field(field(head, 'filings', dict), 'recent', dict)
 
 def _texts(pages, name): # of earlier vintages: url -> sha256
-    return {l['url']: l['sha256'] for folder in sorted((pages.folder/'jobs').iterdir()) if folder.is_dir() and folder.name != pages.vintage
+    return {l['url']: l['sha256'] for folder in sorted((pages.folder/'jobs').iterdir()) if folder.is_dir()
+            and folder.name != pages.vintage
             for l in Pages(pages.folder, folder.name).job('filings', name).lines if l['part'] == 'text'}
 
 def _company(client, pages, params, cik):

@@ -221,7 +221,8 @@ def data_day(
     "Day of the oldest data that this refresh saw: a status is no newer, and what changed since then may be missing."
     seen = [msgspec.json.decode(body)['dataTimestamp'] for _, body in pages.job(SOURCE, VERSION).bodies(partial=True)]
     if not seen: raise DataError(f'registry: no pages in vintage {pages.vintage}; run `make refresh`')
-    lines = [l for j in _jobs(pages) for l in j.lines] # a lost page's refresh forgets its first stamp; no answer is newer than its page
+    # a lost page's refresh forgets its first stamp; no answer is newer than its page
+    lines = [l for j in _jobs(pages) for l in j.lines]
     return min([*seen, *(l['time'] for l in lines)])[:10]
 
 def _jobs(pages): # with pages of studies

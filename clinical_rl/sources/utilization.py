@@ -77,7 +77,8 @@ def fetch(
     "All rows of the three datasets."
     def one(program):
         _dataset(client, pages.job('utilization', program), f'{params.url}/dataset/{params.datasets[program]}/data', params.size)
-    for _ in progress(client.map(one, sorted(params.datasets), params.workers), 'spending', len(params.datasets), 'programme'): pass
+    for _ in progress(client.map(one, sorted(params.datasets), params.workers), 'spending', len(params.datasets), 'programme'):
+        pass
 
 # %% ../../nbs/sources/04_utilization.ipynb #c012
 _SUFFIX, _SECOND = re.compile(r'mab\w*-[a-z]{4}$', re.I), re.compile(r'hyaluronidase|[/&]|mab-\w+mab|mab-\w+-\w+', re.I)
@@ -142,7 +143,8 @@ def parse(
     raw['brand'] = raw.brand.where(codes.fillna(0).le(1), raw.brand + ' (' + raw.hcpcs.astype('str') + ')')
     t = normalize(raw)
     # a running number would pass to another product when one is added; a digest stays, and tells no brand
-    name = [sha256(f'{b}|{c}'.encode()).hexdigest()[:8] for b, c in zip(t.brand.fillna('').str.replace(r' \(\S+\)$', '', regex=True), t.hcpcs.fillna(''))]
+    name = [sha256(f'{b}|{c}'.encode()).hexdigest()[:8]
+            for b, c in zip(t.brand.fillna('').str.replace(r' \(\S+\)$', '', regex=True), t.hcpcs.fillna(''))]
     key = t.record_id.str.rsplit(':', n=1).str[0] + ':' + pd.Series(name, index=t.index, dtype='str')
     n = key.groupby(key).cumcount()
     return t.assign(record_id=key.where(n.eq(0), key + '.' + n.astype('str')))
