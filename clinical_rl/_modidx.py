@@ -614,6 +614,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': 'local', 'g
                                      'clinical_rl.results._rival': ('results.html#_rival', 'clinical_rl/results.py'),
                                      'clinical_rl.results.at': ('results.html#at', 'clinical_rl/results.py'),
                                      'clinical_rl.results.beside': ('results.html#beside', 'clinical_rl/results.py'),
+                                     'clinical_rl.results.best_in_hindsight': ('results.html#best_in_hindsight', 'clinical_rl/results.py'),
                                      'clinical_rl.results.difference_table': ('results.html#difference_table', 'clinical_rl/results.py'),
                                      'clinical_rl.results.forest': ('results.html#forest', 'clinical_rl/results.py'),
                                      'clinical_rl.results.grouped': ('results.html#grouped', 'clinical_rl/results.py'),

@@ -149,7 +149,7 @@ def results_table(
     n=10000, seed=0,
     # dict of COMPARED values -> `pair_forecasts` of the test windows with column seed, for the Brier score and calibration error
     forecasts=None,
-) -> pd.DataFrame: # COMPARED, seed (-1 = several), n_seeds, n_dates, n_episodes, n_programs, metric, value, lo, hi, seed_sd
+) -> pd.DataFrame: # COMPARED, seed (-1 = several), n_episodes, n_programs, metric, value, lo, hi, seed_sd, n_seeds, n_dates
     "Every statistic of every method with its interval over programs and its standard deviation between seeds."
     out = []
     for run, g in scores.groupby(COMPARED, sort=True):
@@ -157,18 +157,18 @@ def results_table(
         several = len(seeds) > 1
         one = [(g[g.seed == s], None if f is None else f[f.seed == s]) for s in seeds] if several else []
         each, test = [_statistics(*x) for x in one], g[(g.part == 'test') & ~g['empty']]
-        key = (*run, -1 if several else int(seeds[0]), len(seeds), test.decision_date.nunique())
+        key, last = (*run, -1 if several else int(seeds[0])), (len(seeds), test.decision_date.nunique())
         for m, (v, w, c) in _statistics(g, f).items():
             used = ~np.isnan(np.asarray(v, float)) if w is None else np.asarray(w) > 0
             if not used.any(): continue # the text form has no validation score, some splits no empty window
             spread = np.std([_ratio(s[m][0], s[m][1], s[m][2]) for s in each], ddof=1) if several else np.nan
             out.append((*key, int(used.sum())//len(seeds), len(set(np.asarray(c)[used])), m,
-                        *cluster_bootstrap(v, c, n, seed, w), spread))
+                        *cluster_bootstrap(v, c, n, seed, w), spread, *last))
         if f is not None and len(f):
             spread = np.std([metrics.ece(x) for _, x in one], ddof=1) if several else np.nan
-            out.append((*key, f.episode_id.nunique(), f.program.nunique(), 'ece', *bootstrap_ece(f, n, seed), spread))
-    return pd.DataFrame(out, columns=[*COMPARED, 'seed', 'n_seeds', 'n_dates', 'n_episodes', 'n_programs',
-                                      'metric', 'value', 'lo', 'hi', 'seed_sd'])
+            out.append((*key, f.episode_id.nunique(), f.program.nunique(), 'ece', *bootstrap_ece(f, n, seed), spread, *last))
+    return pd.DataFrame(out, columns=[*COMPARED, 'seed', 'n_episodes', 'n_programs', 'metric', 'value', 'lo', 'hi', 'seed_sd',
+                                      'n_seeds', 'n_dates'])
 
 def bootstrap_ece(
     forecasts, # of `pair_forecasts`

@@ -163,7 +163,7 @@ PAGES = [
          lede='The language model, how much each window counts, the policies trained on the windows, and how the training went.'),
     dict(file='simulator.html', title='Simulator', stages=['simulator'],
          lede='A made-up world whose best policy is known exactly: does each objective do what it claims, and when does it not?'),
-    dict(file='baselines.html', title='Baselines', stages=['features', 'baseline'],
+    dict(file='baselines.html', title='Baselines', stages=['features', 'baseline', 'kinds'],
          lede='Simple forecasts that a policy has to beat, and the numbers that they and the item policies are given.'),
     dict(file='agents.html', title='Agents', stages=['agent_scores', 'agents', 'index'],
          lede='Models that look things up on the decision date, behind the same gate: how well they do, what it costs, '
