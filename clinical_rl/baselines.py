@@ -28,7 +28,8 @@ def calibrator(
     y,     # items of each
 ): # function: scores -> probabilities
     "Rising step function from scores to the chance that the pair occurs."
-    from sklearn.isotonic import IsotonicRegression # here and below: most who import this module need no scikit-learn, which takes seconds
+    # here and below: most who import this module need no scikit-learn, which takes seconds
+    from sklearn.isotonic import IsotonicRegression
     iso = IsotonicRegression(y_min=LOW, y_max=HIGH, out_of_bounds='clip').fit(np.ravel(score).astype(float), np.ravel(y) > 0)
     return lambda s: np.clip(iso.predict(np.ravel(s).astype(float)).reshape(np.shape(s)), LOW, HIGH)
 
@@ -106,6 +107,9 @@ def sample_rows(
 ) -> tuple: # places, share of the negatives that was drawn in fact
     "All positives and a share of the negatives."
     y = np.ravel(y) > 0; rng = np.random.default_rng(seed)
+    if y.all() or not y.any(): # nothing to tell apart
+        raise core.DataError(f'the windows to fit on hold {"every" if y.any() else "no"} candidate item: one class only, '
+                             'a classifier needs both; give the split more training windows (splits in params.yaml)')
     keep = np.flatnonzero(y | (rng.random(len(y)) < share))
     return keep, (~y[keep]).sum()/max((~y).sum(), 1)
 
@@ -280,7 +284,8 @@ def forward(
     out, origins = [], [pd.Timestamp(d) for d in origins]
     for a, b in zip(origins, origins[1:]):
         if a + pd.DateOffset(months=months) != b:
-            raise core.ParamError(f'params.yaml: select.origins must lie {months} months apart; {a:%Y-%m-%d} and {b:%Y-%m-%d} do not')
+            raise core.ParamError(f'params.yaml: select.origins must lie {months} months apart; {a:%Y-%m-%d} and {b:%Y-%m-%d} '
+                                  'do not')
     for origin in origins:
         fit = np.flatnonzero(_training(windows) & (windows.window_end <= origin))
         if not len(fit):
@@ -291,7 +296,8 @@ def forward(
 
 # %% ../nbs/13_baselines.ipynb #c039
 COUNTS, NOTHING = r'_(pair|ind|phase)_\d+$|^peer_n$', r'^$'
-READS = dict(empty=NOTHING, last_window=NOTHING, frequency=COUNTS, class_prior=COUNTS, nearest=COUNTS) # patterns of features; others read all
+# patterns of the features that a method reads; others read all
+READS = dict(empty=NOTHING, last_window=NOTHING, frequency=COUNTS, class_prior=COUNTS, nearest=COUNTS)
 
 def open_blocks(
     folder, # out/features
