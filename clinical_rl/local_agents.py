@@ -175,12 +175,12 @@ def plain_windows(
     states,  # texts of the split: episode_id, part, text
     shots,   # worked examples
     seed,    # of their choice
-) -> pd.DataFrame: # `windows` with a question each
+) -> pd.DataFrame: # `windows` with a question each, and the number of examples in it
     "What the base model is asked."
     text = dict(zip(states.episode_id, states.text))
     train = states[states.part == 'train'].merge(known[['episode_id', 'items', 'window_end']], on='episode_id')
-    asked = [plain_question(text[e], examples(train, t, shots, seed)) for e, t in zip(windows.episode_id, windows.decision_date)]
-    return windows.assign(question=asked)
+    shown = [examples(train, t, shots, seed) for t in windows.decision_date]
+    return windows.assign(question=list(map(plain_question, map(text.get, windows.episode_id), shown)), examples=list(map(len, shown)))
 
 # %% ../nbs/13e_local.ipynb #c018
 # the server watches its standard input: it ends when this process does, even by kill -9
