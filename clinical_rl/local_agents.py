@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COUNTS', 'HEURISTIC', 'field_counts', 'Frequency', 'fit_frequency', 'decayed_counts', 'frequency_portfolio',
-           'Heuristic', 'must_equal', 'examples', 'plain_question', 'plain_windows', 'free_port', 'wait_ready', 'serve',
-           'Turns', 'served']
+           'Heuristic', 'must_equal', 'examples', 'plain_question', 'plain_windows', 'all_agents', 'asked_windows',
+           'free_port', 'wait_ready', 'serve', 'Turns', 'served']
 
 # %% ../nbs/13e_local.ipynb #c003
 import json, os, queue, re, socket, subprocess, sys, tempfile, time, urllib.request
@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from . import baselines, core, decoding, features, policy
-from .agents import MAX_CALLS, AgentSpec, Provider, Reply
+from .agents import MAX_CALLS, AgentSpec, Provider, Reply, first_windows
 from .features import INDS, LINE_REGIMEN, MONTH, N_IND, N_PH, PHASES
 from .prompts import canonical, portfolio_text
 from .splits import hash_order
@@ -183,6 +183,20 @@ def plain_windows(
     return windows.assign(question=list(map(plain_question, map(text.get, windows.episode_id), shown)), examples=list(map(len, shown)))
 
 # %% ../nbs/13e_local.ipynb #c018
+def all_agents(cfg): return ['heuristic', *cfg.enabled, *(f'base_{k}_shot' for k in cfg.local.shots)] # params.agents: their names
+
+def asked_windows(
+    windows, # test windows of a scope and split
+    agent,   # one of `all_agents`
+    cfg,     # params.agents
+    seed,    # of the run
+) -> pd.DataFrame: # rows of `windows`
+    "The windows that an agent must answer: the rule all, models the first of an order that is a matter of chance, the base model fewer."
+    if agent == 'heuristic': return windows
+    few = first_windows(windows, cfg.windows, seed)
+    return few if agent in cfg.enabled else first_windows(few, cfg.local.windows, seed)
+
+# %% ../nbs/13e_local.ipynb #c021
 # the server watches its standard input: it ends when this process does, even by kill -9
 _SERVE = '''import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()

@@ -273,6 +273,20 @@ def test_pages_visit_every_row_once(chars):
             ids += [x['id'] for x in got['rows']]; total, page = got['total'], got['next_page']
         assert len(ids) == len(set(ids)) == total and (kind is None or set(ids) == set(held.view.ids[kind]))
 
+def test_a_page_beyond_the_end_is_empty_and_a_period_includes_its_ends():
+    held = seen_at(world(n=200), '2021-02-01'); dates = [x['date'] for x in json.loads(held.call('list_trials', {}))['rows']]
+    got = json.loads(held.call('list_trials', dict(page=10**6)))
+    assert not got['rows'] and got['next_page'] is None and got['total'] == len(held.view.ids['registry'])
+    for d in dates: assert {x['date'] for x in json.loads(held.call('list_trials', {'from': d, 'to': d}))['rows']} == {d}
+
+@pytest.mark.parametrize('t, name', [('2019-02-01', 'Celgene'), ('2021-02-01', 'Bristol-Myers Squibb')])
+def test_a_sponsor_has_the_name_of_the_day(t, name):
+    "Who bought whom is told no earlier than it was known, in no list, record or search."
+    r = world(); held = seen_at(r.replace(registry=r.registry.assign(lead_sponsor='Celgene', drugs='azacitidine', own='azacitidine')), t, result_chars=10**6)
+    rows = json.loads(held.call('list_trials', {}))['rows']
+    told = [json.dumps(rows), *(held.call('get_record', dict(id=x['id'])) for x in rows), held.call('search_records', dict(query='celgene bristol', kind='registry'))]
+    assert rows and all(x['sponsor'] == name for x in rows) and all(('Bristol' in x) == (name != 'Celgene') for x in told)
+
 def test_pseudonyms_have_no_order_and_hide_numbers():
     r = world(n=200); held = seen_at(r, '2021-02-01', result_chars=10**6)
     rows = json.loads(held.call('list_trials', {}))['rows']; ids = [x['id'] for x in rows]
