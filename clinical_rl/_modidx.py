@@ -476,6 +476,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': 'local', 'g
                                     'clinical_rl.probes.Local._logits': ('probes.html#local._logits', 'clinical_rl/probes.py'),
                                     'clinical_rl.probes.Local._pad': ('probes.html#local._pad', 'clinical_rl/probes.py'),
                                     'clinical_rl.probes.Local._run': ('probes.html#local._run', 'clinical_rl/probes.py'),
+                                    'clinical_rl.probes.Local._tokens': ('probes.html#local._tokens', 'clinical_rl/probes.py'),
+                                    'clinical_rl.probes.Local.below': ('probes.html#local.below', 'clinical_rl/probes.py'),
                                     'clinical_rl.probes.Local.chat': ('probes.html#local.chat', 'clinical_rl/probes.py'),
                                     'clinical_rl.probes.Local.ids': ('probes.html#local.ids', 'clinical_rl/probes.py'),
                                     'clinical_rl.probes.Local.log_probs': ('probes.html#local.log_probs', 'clinical_rl/probes.py'),

@@ -131,9 +131,10 @@ class Local:
         if adapter: p.model.set_adapter(adapter); p.model.requires_grad_(False)
         with p.model.disable_adapter() if adapter == '' and p.model is not p.base else nullcontext(): yield
 
-    def _run(self, tokens, place, prefix=None, store=None): # (rows, length) ids that start at `place` -> states
-        p = self.policy; pos = place + torch.arange(tokens.shape[1], device=tokens.device)[None]
-        return run_layers(p.model, p.base.model.embed_tokens(tokens), pos, range(p.base.config.num_hidden_layers), prefix=prefix, store=store)
+    def _run(self, x, place, prefix=None, store=None, layers=(0, None)): # (rows, length) ids that start at `place`, or their states -> states
+        p = self.policy; pos = place + torch.arange(x.shape[1], device=x.device)[None]
+        h = x if x.is_floating_point() else p.base.model.embed_tokens(x)
+        return run_layers(p.model, h, pos, range(p.base.config.num_hidden_layers)[slice(*layers)], prefix=prefix, store=store)
 
     def _pad(self, rows, v=0):
         n = max(map(len, rows))
@@ -155,19 +156,27 @@ class Local:
         whole = lambda i: tuple(torch.cat([a.expand(len(n), -1, -1, -1), b], 2) for a, b in zip(old.kv[i], store.kv[i])) if head else tuple(store.kv[i])
         return Prefix({i: whole(i) for i in store.kv}, torch.arange(L, device=n.device)[None] < n)
 
+    def _tokens(self, prompts, answers): # what answers are written from: the last token of the prompt, then their own; and where that stands
+        pairs = [(p, a) for p, xs in zip(prompts, answers) for a in xs]
+        return self._pad([[p[-1], *a[:-1]] for p, a in pairs]), torch.tensor([[len(p) - 1] for p, _ in pairs], device=self.policy.device)
+
+    @torch.no_grad()
+    def below(self, prompts, answers, prefix, n): # states of the answers after the first n layers, in which no adapter has a part; n
+        with self._as(''): return self._run(*self._tokens(prompts, answers), prefix, layers=(0, n)), n
+
     @torch.no_grad()
     def log_probs(self,
         prompts, # lists of token ids
         answers, # of each prompt as many answers, token ids
         grammar=False, # among the tokens that a portfolio allows
         prefix=None,   # of `read`
+        below=None,    # of `below`
     ): # of each prompt and answer, the log-probability of each token
         "Likelihoods of answers; each prompt is read once."
         p, rows, S = self.policy, [a for xs in answers for a in xs], len(answers[0])
-        last = [x[-1] for x in prompts for _ in range(S)]
-        place = torch.tensor([[len(x) - 1] for x in prompts for _ in range(S)], device=p.device)
+        tokens, place = self._tokens(prompts, answers); x, n = below or (tokens, 0)
         prefix = self.read(prompts) if prefix is None else prefix
-        with self._as(self.adapter): h = self._run(self._pad([[t, *a[:-1]] for t, a in zip(last, rows)]), place, prefix)
+        with self._as(self.adapter): h = self._run(x, place, prefix, layers=(n, None))
         if grammar:
             states, cols = zip(*((s.tolist(), c.tolist()) for s, c in map(p.grammar.walk, rows)))
             logits, at = p._logits(h, self._pad(states, p.grammar.start)), self._pad(cols)
@@ -205,14 +214,14 @@ def score_batch(
     models, # name -> Local
     asked,  # list of (messages, answers: texts or portfolios), as many answers each
 ) -> dict: # name -> for each the mean log-probability a token of each answer
-    "Likelihoods of some answers under every model; models that read prompts alike share the reading."
+    "Likelihoods of some answers under every model; models that read prompts alike share the reading, and the layers below all adapters."
     out, shared = {}, None
+    n = min((len(l.policy.low) for l in models.values() if l.adapter != ''), default=0)
     for name, local in models.items():
         prompts, answers = [local.ids(m) for m, _ in asked], [[local.tokens(a) for a in xs] for _, xs in asked]
         same = local.policy.scope == 'response'
-        prefix = shared if same and shared else local.read(prompts)
-        if same: shared = prefix
-        got = local.log_probs(prompts, answers, not isinstance(asked[0][1][0], str), prefix)
+        if same and not shared: prefix = local.read(prompts); shared = prefix, local.below(prompts, answers, prefix, n)
+        got = local.log_probs(prompts, answers, not isinstance(asked[0][1][0], str), *(shared if same else ()))
         out[name] = [[x.mean() for x in xs] for xs in got]
     return out
 
