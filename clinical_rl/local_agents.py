@@ -180,7 +180,8 @@ def plain_windows(
     text = dict(zip(states.episode_id, states.text))
     train = states[states.part == 'train'].merge(known[['episode_id', 'items', 'window_end']], on='episode_id')
     shown = [examples(train, t, shots, seed) for t in windows.decision_date]
-    return windows.assign(question=list(map(plain_question, map(text.get, windows.episode_id), shown)), examples=list(map(len, shown)))
+    asked = [plain_question(text[e], x) for e, x in zip(windows.episode_id, shown)]
+    return windows.assign(question=asked, examples=[len(x) for x in shown])
 
 # %% ../nbs/13e_local.ipynb #c018
 def all_agents(cfg): return ['heuristic', *cfg.enabled, *(f'base_{k}_shot' for k in cfg.local.shots)] # params.agents: their names
@@ -191,7 +192,7 @@ def asked_windows(
     cfg,     # params.agents
     seed,    # of the run
 ) -> pd.DataFrame: # rows of `windows`
-    "The windows that an agent must answer: the rule all, models the first of an order that is a matter of chance, the base model fewer."
+    "What an agent must answer: the rule all, models the first of an order that is a matter of chance, the base model fewer."
     if agent == 'heuristic': return windows
     few = first_windows(windows, cfg.windows, seed)
     return few if agent in cfg.enabled else first_windows(few, cfg.local.windows, seed)
