@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COUNTS', 'HEURISTIC', 'field_counts', 'Frequency', 'fit_frequency', 'decayed_counts', 'frequency_portfolio',
-           'Heuristic', 'must_equal', 'examples', 'plain_question', 'plain_windows', 'free_port', 'wait_ready', 'serve',
-           'Turns', 'served']
+           'Heuristic', 'must_equal', 'examples', 'plain_question', 'plain_windows', 'all_agents', 'asked_windows',
+           'free_port', 'wait_ready', 'serve', 'Turns', 'served']
 
 # %% ../nbs/13e_local.ipynb #c003
 import json, os, queue, re, socket, subprocess, sys, tempfile, time, urllib.request
@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from . import baselines, core, decoding, features, policy
-from .agents import MAX_CALLS, AgentSpec, Provider, Reply
+from .agents import MAX_CALLS, AgentSpec, Provider, Reply, first_windows
 from .features import INDS, LINE_REGIMEN, MONTH, N_IND, N_PH, PHASES
 from .prompts import canonical, portfolio_text
 from .splits import hash_order
@@ -175,14 +175,29 @@ def plain_windows(
     states,  # texts of the split: episode_id, part, text
     shots,   # worked examples
     seed,    # of their choice
-) -> pd.DataFrame: # `windows` with a question each
+) -> pd.DataFrame: # `windows` with a question each, and the number of examples in it
     "What the base model is asked."
     text = dict(zip(states.episode_id, states.text))
     train = states[states.part == 'train'].merge(known[['episode_id', 'items', 'window_end']], on='episode_id')
-    asked = [plain_question(text[e], examples(train, t, shots, seed)) for e, t in zip(windows.episode_id, windows.decision_date)]
-    return windows.assign(question=asked)
+    shown = [examples(train, t, shots, seed) for t in windows.decision_date]
+    asked = [plain_question(text[e], x) for e, x in zip(windows.episode_id, shown)]
+    return windows.assign(question=asked, examples=[len(x) for x in shown])
 
 # %% ../nbs/13e_local.ipynb #c018
+def all_agents(cfg): return ['heuristic', *cfg.enabled, *(f'base_{k}_shot' for k in cfg.local.shots)] # params.agents: their names
+
+def asked_windows(
+    windows, # test windows of a scope and split
+    agent,   # one of `all_agents`
+    cfg,     # params.agents
+    seed,    # of the run
+) -> pd.DataFrame: # rows of `windows`
+    "What an agent must answer: the rule all, models the first of an order that is a matter of chance, the base model fewer."
+    if agent == 'heuristic': return windows
+    few = first_windows(windows, cfg.windows, seed)
+    return few if agent in cfg.enabled else first_windows(few, cfg.local.windows, seed)
+
+# %% ../nbs/13e_local.ipynb #c021
 # the server watches its standard input: it ends when this process does, even by kill -9
 _SERVE = '''import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()

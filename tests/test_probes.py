@@ -2,11 +2,13 @@
 import re
 from types import SimpleNamespace
 
-import numpy as np, pandas as pd, pytest
+import numpy as np, pandas as pd, pytest, torch
+from scipy.stats import binomtest
 
-from clinical_rl import agents, core, probes
+from clinical_rl import agents, core, policy, probes
 from clinical_rl.probes import ToyProvider, chat_scores, cutoff_gap, local_scores, make_cases, masked_names, recall, \
     recall_answers, recall_likelihood, recall_questions, recall_scores, summary, swapped_names, toy_reader, toy_scores, toy_world, true_or_false
+from clinical_rl.prompts import parse_portfolio
 
 N = 500 # resamples
 
@@ -36,9 +38,9 @@ def test_facts_are_recalled_by_their_own_key(world):
     def tested(by_number):
         p = Keyed(world, knows=True); p.by_number = by_number
         f = recall(recall_answers(p, questions), N)
-        return {s.split(',')[0] for s in f.statistic[f.found]}, set(f.statistic[~f.test])
-    assert tested(True) == ({'title', 'phase'}, {'year, exact', 'year, fuzzy'})
-    assert tested(False)[0] == {'number'}
+        assert f.test.all()
+        return {s.split(',')[0] for s in f.statistic[f.found]}
+    assert tested(True) == {'title', 'phase'} and tested(False) == {'number', 'month'}
 
 def test_a_clean_chat_model_is_rarely_accused():
     "Fourteen worlds, each with another model: a probe that tests at 5 % may accuse one or two, not three."
@@ -64,6 +66,26 @@ def test_a_number_is_not_accused_of_its_date():
             return SimpleNamespace(text=f'{true[q][:-4]}{rng.integers(10**4):04d}' if 'number' in q else 'unknown')
         f = recall(recall_answers(SimpleNamespace(chat=chat), questions), N); found += f.found.any()
     assert found <= 2
+
+def test_the_season_is_no_memory():
+    "A model that knows which months are common, and the month of a drug's first trial, has not read when a trial started."
+    # may miss: sponsors that start their trials in months of their own and are told by a title
+    found = 0
+    for s in range(14):
+        world = toy_world(s); questions = recall_questions(world.trials, per=3, seed=s); rng = np.random.default_rng(s)
+        first = world.trials.sort_values('event_date').drop_duplicates('drugs').set_index('drugs').start_date.dt.strftime('%B')
+        def chat(messages, tools=None):
+            q = messages[-1]['content']
+            drug = next((d for d in first.index if d in q), None)
+            return SimpleNamespace(text=rng.choice([first[drug], 'January', 'January', 'September']) if 'month' in q else 'unknown')
+        found += recall(recall_answers(SimpleNamespace(chat=chat), questions), N).found.any()
+    assert found <= 2
+
+def test_a_start_that_is_not_stated_is_not_asked(world):
+    trials = world.trials.assign(start_date=world.trials.start_date.where(world.trials.index % 6 < 2)) # two of a program's six
+    assert set(recall_questions(trials).fact) == {'title', 'phase', 'number'}
+    trials = world.trials.assign(start_date=world.trials.start_date.where(world.trials.index % 6 > 2)) # three, and those are chosen
+    assert recall_questions(trials, per=3).fact.value_counts().nunique() == 1
 
 def test_failed_calls_are_left_out(world):
     "An endpoint that fails every third time: what it didn't say counts neither for nor against memory."
@@ -136,23 +158,103 @@ def test_a_gap_with_few_programs_is_not_measured(world):
 
 @pytest.fixture(scope='module')
 def read():
-    "Likelihoods under a language model that has read what was started, and under one that has read histories."
+    "Likelihoods under a language model that has read what was started in the last windows, and under one that has read histories; each window lends several names."
     core.set_threads(1)
-    world = toy_world(3, programs=10)
-    cases = make_cases(world.prompts, world.windows, world.programs, world.forecasts, n=30)
-    return {knows: local_scores(toy_reader(world, knows), cases, 'List') for knows in (True, False)}
+    world = toy_world(3); last = world.windows.decision_date == world.windows.decision_date.max()
+    late = SimpleNamespace(**vars(world) | dict(prompts=world.prompts[last], windows=world.windows[last]))
+    cases = pd.concat([make_cases(late.prompts, world.windows, world.programs, world.forecasts, seed=k) for k in range(4)]).drop_duplicates(['episode_id', 'partner'])
+    return {knows: local_scores(toy_reader(late, knows, steps=250, lr=5e-3), cases, 'List') for knows in (True, False)}
 
 @pytest.mark.parametrize('probe', [masked_names, swapped_names, true_or_false])
 def test_likelihoods_tell_a_language_model_that_has_read_the_portfolios(read, probe):
-    # may miss: a memory among many others in a large model, which moves a likelihood less than 200 steps on 40 windows do
+    # may miss: a memory among many others in a large model, which moves a likelihood less than 250 steps on 20 windows do
     knows, clean = probe(read[True], N), probe(read[False], N)
     print(*knows.verdict, *clean.verdict, sep='\n')
-    assert knows.found[knows.test].any(), knows.verdict.tolist()
+    assert knows.found[knows.test].all(), knows.verdict.tolist()
     assert not clean.found.any(), clean.verdict.tolist()
 
-def test_likelihoods_tell_a_language_model_that_has_read_the_trials():
+@pytest.fixture(scope='module')
+def asked():
+    core.set_threads(1)
+    world = toy_world(3, programs=10, per=3)
+    return world, recall_questions(world.trials, per=3)
+
+def test_likelihoods_tell_a_language_model_that_has_read_the_trials(asked):
     # may miss: a memory that no wording like that of the questions wakes, for this one learned questions that lack two words
-    world = toy_world(3, programs=10, per=3); facts = recall_questions(world.trials, per=3)
+    world, facts = asked
     knows, clean = (recall_likelihood(recall_scores(toy_reader(world, k, facts, steps=240), facts), N) for k in (True, False))
     print(*knows.verdict, *clean.verdict, sep='\n')
-    assert knows.found[knows.test].all() and knows.test.sum() == 3 and not clean.found.any(), clean.verdict.tolist()
+    assert knows.found[knows.test].all() and knows.test.sum() == 4 and not clean.found.any(), clean.verdict.tolist()
+
+def taught(local, questions, knows, steps=220, seed=0):
+    "Let the adapter of a Local, which only writes, learn some facts, or as many wrong ones."
+    rng, lora = np.random.default_rng(seed), [p for n, p in local.policy.model.named_parameters() if 'lora_' in n]
+    truth = questions.truth if knows else questions.groupby('fact').truth.transform(lambda x: rng.permutation(x))
+    pairs = [(local.ids(probes.conversation(probes.RECALL, q)), local.tokens(f'Phase {a}' if f == 'phase' else a)) for q, f, a in zip(questions.question, questions.fact, truth)]
+    opt = torch.optim.Adam(lora, lr=1e-2)
+    for _ in range(steps):
+        prompts, answers = zip(*(pairs[i] for i in rng.choice(len(pairs), 24, replace=False)))
+        prefix = local.read(prompts); [p.requires_grad_(True) for p in lora]
+        h = local._run(local._pad([[p[-1], *a[:-1]] for p, a in zip(prompts, answers)]), torch.tensor([[len(p) - 1] for p in prompts]), prefix)
+        loss = torch.nn.functional.cross_entropy(local._logits(h).flatten(0, 1), local._pad(answers, -100).flatten())
+        opt.zero_grad(); loss.backward(); opt.step()
+    local.policy.model.requires_grad_(False)
+
+def test_recall_tells_which_adapter_has_read_the_trials(asked):
+    "Two adapters of one base that read every question alike: one has learned what it is asked, the other as many wrong facts."
+    # may miss: a memory in an adapter that learned portfolios and was never made to write such answers
+    world, facts = asked
+    base = toy_reader(world, facts=facts, steps=60)
+    lora = SimpleNamespace(layers=2, rank=16, alpha=32, dropout=0.0, modules=['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'])
+    model = policy.add_adapter(base.policy.base, lora, 1, 'planted'); model.add_adapter('clean', model.peft_config['planted'])
+    models = {n: probes.Local(policy.Policy(model, base.policy.grammar, 2), base.tokenizer, n) for n in ('', 'planted', 'clean')}
+    for name, knows in (('planted', True), ('clean', False)):
+        model.set_adapter(name); taught(probes.Local(models[name].policy, base.tokenizer), facts, knows)
+    scores = recall_scores(lambda: models, facts)
+    found = {name: recall_likelihood(s, N) for name, s in scores.groupby('model')}
+    for name, f in found.items(): print(name, *f.verdict, sep='\n')
+    assert found['planted'].found.all() and not found['clean'].found.any() and not found[''].found.any()
+
+class Guesser:
+    "Likelihoods without a language model: base rates of every name, a liking for the history, and whims for names, questions and answers."
+    def __init__(self, world, seed, knows=1.0):
+        self.rng, self.whims, self.knows = np.random.default_rng(seed), {}, knows
+        odds = lambda p: np.log(p/(1 - p))
+        self.odds = {p: {(f['indication'], f['phase']): odds(f['p']) for f in world.forecasts[e]} for e, p in zip(world.windows.episode_id, world.windows.program)}
+        self.any = pd.DataFrame(self.odds).mean(axis=1).to_dict() # what an invented name calls up
+    def whim(self, *key): # tails are heavy
+        if key not in self.whims: self.whims[key] = 0.3*self.rng.standard_t(3)
+        return self.whims[key]
+    def score(self, text, answer):
+        if isinstance(answer, str): return self.whim(answer) + self.whim(text, answer)
+        head, _, history = text.partition('\n'); name = head[11:].split(',')[0]
+        past = {i[:2] for i in parse_portfolio(history.partition('Last window:\n')[2])[0]}
+        like = lambda i: self.knows*self.odds.get(name, self.any).get(i[:2], -5) + 0.3*(i[:2] in past) + self.whim(i[:2]) + self.whim(name, i[:2]) + 0.3*self.whim(text, i)
+        return np.mean([like(i) for i in answer])
+    def likelihoods(self, models, asked, *more): return {'': [[self.score(m[-1]['content'], x) for x in xs] for m, xs in asked]}
+
+def test_likelihoods_rarely_accuse_who_knows_base_rates_only(monkeypatch):
+    "200 readers that know how often each name starts what, and no window or trial, in ten worlds: as many windows and trials as in the default run."
+    # may miss: error rates up to about twice the nominal ones, and base rates that a reader knows better than the baseline that makes the false portfolios
+    hits, n = dict.fromkeys(('masked names', 'swapped names', 'true or false', 'recall'), 0), 20
+    for s in range(10):
+        world = toy_world(s, per=3)
+        cases, questions = make_cases(world.prompts, world.windows, world.programs, world.forecasts, n=24), recall_questions(world.trials, per=3)
+        for k in range(n):
+            monkeypatch.setattr(probes, 'likelihoods', Guesser(world, [s, k]).likelihoods)
+            scores = local_scores(None, cases)
+            for f in (*(probe(scores, N) for probe in (masked_names, swapped_names, true_or_false)), recall_likelihood(recall_scores(None, questions), N)):
+                hits[f.probe[0]] += f.found.any()
+    for probe, k in hits.items():
+        low, high = binomtest(k, 10*n).proportion_ci(method='wilson')
+        print(f'{probe}: {k} of {10*n} found, {100*k/10/n:.1f} % [{100*low:.1f}, {100*high:.1f}] of nominally at most 5 %')
+        assert low <= 0.05, (probe, k)
+
+def test_clean_language_models_are_rarely_accused():
+    "Six worlds, each with another language model that has learned as many wrong facts."
+    # may miss: error rates up to five times what is promised
+    found = []
+    for s in range(6):
+        world = toy_world(s, programs=10, per=3); facts = recall_questions(world.trials, per=3, seed=s)
+        found.append(recall_likelihood(recall_scores(toy_reader(world, facts=facts, steps=60, seed=s), facts), N).found.any())
+    assert sum(found) <= 1
