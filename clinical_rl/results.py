@@ -126,10 +126,6 @@ def in_words(
     base = r[r.method == vs.baseline.iloc[0]].iloc[0]
     out.append(f'The comparison baseline is *{show.method_label(base.method)}* with '
                f'{show.interval(base.value, base.lo, base.hi, scale=100)} % indication F1.')
-    top = r[r.method == best_in_hindsight(r)[scope, split]].iloc[0]
-    if top.value > base.value:
-        out.append(f'In hindsight *{show.method_label(top.method)}* was the better one, with '
-                   f'{show.interval(top.value, top.lo, top.hi, scale=100)} %.')
     policies = vs[(vs.method == 'policy') & (vs.decoding == 'expected_f1')]
     items, text = policies[policies.form == 'items'], policies[policies.form == 'text']
     if n.n_dates == 1:
@@ -145,6 +141,10 @@ def in_words(
     if len(bc := c[(c.against == 'bc') & (c.form == 'items')]): out.append(_objectives_said(bc))
     full = c[(c.against == 'parts') & (c.form == 'items') & (c.objective == 'bc') & (c.baseline == 'features')]
     if len(full): out.append(_model_said(full.iloc[0]))
+    top = r[r.method == best_in_hindsight(r)[scope, split]].iloc[0]
+    if top.value > base.value:
+        out.append(f'In hindsight another baseline did better, *{show.method_label(top.method)}* with '
+                   f'{show.interval(top.value, top.lo, top.hi, scale=100)} %.')
     few = inference.few_clusters(int(n.n_programs), min_clusters)
     return [*out, few[0].upper() + few[1:] + '.'] if few else out
 
