@@ -155,7 +155,8 @@ def read_reply(
 # %% ../nbs/13d_agents.ipynb #c014
 MAX_WAIT = 60 # seconds; a server that asks for more is given up
 MAX_BYTES = 8*2**20 # of an answer
-CONFIG = dict.fromkeys((301, 302, 303, 307, 308), 'base_url') | {401: 'key_env', 403: 'key_env', 404: 'model and base_url'} # what to correct
+# what to correct, by status
+CONFIG = dict.fromkeys((301, 302, 303, 307, 308), 'base_url') | {401: 'key_env', 403: 'key_env', 404: 'model and base_url'}
 
 def request_body(
     spec,     # AgentSpec
@@ -193,6 +194,7 @@ class Provider:
         # a proxy is never asked for this machine; nor do names of OpenAI accounts in the environment go to other vendors
         self.client = OpenAI(api_key=read_key(spec) or 'none', base_url=spec.base_url, timeout=spec.timeout, max_retries=0,
                              http_client=DefaultHttpxClient(trust_env=not spec.local, timeout=spec.timeout, follow_redirects=False,
+                                                            headers={'Accept-Encoding': 'gzip, deflate'},
                                                             event_hooks=dict(response=[self._read])))
         self.client.organization = self.client.project = None
         self.client._custom_headers = {} # nor do headers from the environment
@@ -215,7 +217,8 @@ class Provider:
             return reply
 
     def _read(self, response): # each body, of errors too, whole and bounded, before the client looks at it
-        end, body = time.monotonic() + self.spec.timeout, bytearray()
+        end, body, packed = time.monotonic() + self.spec.timeout, bytearray(), response.headers.get('content-encoding', '').lower()
+        if packed not in ('', 'identity', 'gzip', 'deflate'): raise OSError('an encoding that was not asked for') # may have no end
         for part in response.iter_bytes():
             body += part
             if len(body) > MAX_BYTES: raise OSError(f'an answer of more than {MAX_BYTES/2**20:.0f} MiB')
@@ -252,7 +255,8 @@ class Provider:
         # raised out here, so that no error of the client, which holds the request with its key, hangs on to it
         if status in CONFIG and not self.answered: # later on it is one window's bad luck
             key = f' ({self.spec.key_env or "none"})' if CONFIG[status] == 'key_env' else ''
-            self.wrong = f'params.yaml: agents.models.{self.spec.name}: the endpoint answers {problem}; correct {CONFIG[status]}{key}'
+            self.wrong = (f'params.yaml: agents.models.{self.spec.name}: the endpoint answers {problem}; '
+                          f'correct {CONFIG[status]}{key}')
             raise core.ParamError(self.wrong)
         raise CallError(problem, lost)
 
@@ -261,7 +265,8 @@ class Provider:
         body, status = getattr(e, 'body', None), getattr(e, 'status_code', None)
         if status == 401: return '401' # some vendors repeat a part of the key
         if isinstance(e, (TimeoutError, httpx.TimeoutException)): said = f'no whole answer within {self.spec.timeout:g} s'
-        elif status and status < 400: said = f'redirect to {urlsplit(e.response.headers.get("location", "")).hostname}, which is not followed'
+        elif status and status < 400:
+            said = f'redirect to {urlsplit(e.response.headers.get("location", "")).hostname}, which is not followed'
         else: said = body.get('message') if isinstance(body, dict) else None
         said = said or (str(e) if status or isinstance(e, (OSError, httpx.HTTPError)) else 'no answer that can be read')
         return redact(' '.join(f'{status or type(e).__name__} {said}'.split()))[:200] # struck out first: a cut may halve a key
@@ -525,7 +530,7 @@ def run_agent(
     max_items=None,  # items of a plain answer that are read, as tools.limits.max_items; None: all
 ) -> tuple: # predictions, and a row of RUN_COLUMNS a window
     """Let an agent answer every window. Predictions and transcripts do not depend on the order in which windows end.
-    Windows of a server that gives no answer, or refuses key or model, end as *failed* with an empty portfolio, and a warning says so."""
+    Windows of a server that gives no answer, or refuses key or model, end as *failed* with an empty portfolio; a warning says so."""
     episodes = episodes.sort_values('episode_id', ignore_index=True)
     budget, provider = share_budget(cfg, len(episodes)), provider or Provider(spec, cache)
     rows, runs, found = list(episodes.itertuples(index=False)), [], []
@@ -569,9 +574,10 @@ def ask_again(
 ) -> str: # one line; '' where no window failed
     "What to do about windows that got no answer: DVC sees no reason to run the stage again by itself."
     failed = runs[runs.status == 'failed']
-    who = '; '.join(f'{len(g)} of {(runs.agent == a).sum()} of {a} ({g.note.mode().iloc[0]})' for a, g in failed.groupby('agent', sort=False))
-    return who and (f'WARNING: windows that failed, and count as empty: {who}. See that the endpoint is up; `dvc repro -f -s agents` '
-                    'asks for them again, and answers that are on disk cost nothing more.')
+    who = '; '.join(f'{len(g)} of {(runs.agent == a).sum()} of {a} ({g.note.mode().iloc[0]})'
+                    for a, g in failed.groupby('agent', sort=False))
+    return who and (f'WARNING: windows that failed, and count as empty: {who}. See that the endpoint is up; '
+                    '`dvc repro -f -s agents` asks for them again, and answers that are on disk cost nothing more.')
 
 def read_transcripts(
     path, # JSON Lines file
@@ -688,7 +694,8 @@ def show_window(
     if not found:
         have = sorted({f.name.partition('-')[0] for f in (Path(out)/'agents').glob('*.jsonl')})
         some = f'; its first window is {next(read_transcripts(files[0]))["episode_id"]}' if files else ''
-        raise core.DataError(f'{Path(out)/"agents"} has no window {episode!r} of agent {agent!r}; agents: {", ".join(have) or "none"}{some}')
+        raise core.DataError(f'{Path(out)/"agents"} has no window {episode!r} of agent {agent!r}; '
+                             f'agents: {", ".join(have) or "none"}{some}')
     body = ''.join(f'<h1>{html.escape(episode)} <small>{t["split"]}</small></h1>\n{transcript_html(t, 10**6)}' for t in found)
     page = ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Window</title>'
             '<style>body{max-width:60em;margin:auto;font-family:sans-serif}pre{white-space:pre-wrap}</style></head>\n<body>'
@@ -701,13 +708,15 @@ def main(
     argv=None, # command line; default: sys.argv
 ) -> int: # exit code
     "Command line of the estimate, and of a window to read."
-    ap = argparse.ArgumentParser(prog='python -m clinical_rl.agents', description='Estimate what agents would ask and cost, or show a window.')
+    ap = argparse.ArgumentParser(prog='python -m clinical_rl.agents',
+                                 description='Estimate what agents would ask and cost, or show a window.')
     ap.add_argument('names', nargs='*', metavar='NAME', help='keys of agents.models; default: those that are enabled, or all where '
                     'none is; or `show AGENT EPISODE`, which writes what an agent saw and wrote in one window as a page')
     names = ap.parse_args(argv).names
     try:
         if names[:1] == ['show']:
-            if len(names) != 3: raise core.ParamError('show takes an agent and a window: show heuristic landscape:nivolumab:2021-02-01')
+            if len(names) != 3:
+                raise core.ParamError('show takes an agent and a window: show heuristic landscape:nivolumab:2021-02-01')
             print(show_window(core.root()/'out', *names[1:])); return 0
         table = estimate(core.root(), names)
     except (core.DataError, core.ParamError) as e: print(f'error: {e}', file=sys.stderr); return 1

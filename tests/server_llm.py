@@ -111,6 +111,7 @@ class Handler(BaseHTTPRequestHandler):
             status, answer, headers = echo(model[5:], s.keys[-1]); return self.reply(status, answer, **headers)
         if model == 'redirected': return self.reply(307, b'', Location=s.elsewhere)
         if model == 'forbidden': return self.reply(403, dict(error=dict(message='no access')))
+        if model == 'packed': return self.reply(200, gzip.compress(gzip.compress(_WHOLE)), Content_Encoding='gzip, gzip')
         if model == 'big_error': return self.reply(500, b'x'*20_000_000)
         if model == 'error_200': return self.reply(200, dict(error=dict(message='quota is used up ' + s.keys[-1], code=429)))
         if model in DRIP:
@@ -143,5 +144,5 @@ class Server(ThreadingHTTPServer):
         self.asked, self.delivered, self.keys, self.requests, self.headers, self.letters = Counter(), Counter(), [], [], [], 4
         self.url = f'http://127.0.0.1:{self.server_port}/v1'
     def handle_error(self, *args): pass # a client that was killed
-    def __enter__(self): threading.Thread(target=self.serve_forever, daemon=True).start(); return self
+    def __enter__(self): threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start(); return self
     def __exit__(self, *args): self.go_on.set(); self.shutdown(); self.server_close()
