@@ -3,13 +3,14 @@ import base64, gzip, json, logging, os, signal, subprocess, sys, time, traceback
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace as NS
+from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from clinical_rl import agents, baselines, core, decoding, episodes, features, gate, local_agents, policy, records as rec, tools
-from server_llm import BRAINS, GOOD, Server
+from server_llm import BRAINS, FIELDS, GOOD, ONCE, Server, call, say
 
 KEY = 'canary-key-"\\/-0123456789'
 ROOT = Path(__file__).parent.parent
@@ -55,7 +56,8 @@ ENDS = dict(good='submitted', bad_json='out_of_steps', not_object='out_of_steps'
             silent='invalid', chatty='invalid', huge='invalid', huge_call='out_of_steps', many_calls='out_of_steps', wrong_schema='out_of_steps', learns='submitted',
             injected='submitted', no_choices='failed', busy='submitted', banned='failed', down='failed', flaky='submitted', cut='failed', hangup='failed',
             html='failed', leaky='failed', echo='invalid', busy_silent='submitted', restarting='submitted', hang='failed', stream='failed', chunked='failed', odd_calls='failed',
-            odd_text='invalid', nan='submitted', year='submitted', nested='failed', odd_name='out_of_steps', surrogate='invalid', echo_cut='invalid', echo_name='out_of_steps')
+            odd_text='invalid', nan='submitted', year='submitted', nested='failed', odd_name='out_of_steps', surrogate='invalid', echo_cut='invalid', echo_name='out_of_steps',
+            **dict.fromkeys(ONCE, 'submitted'), null_call='submitted', error_200='failed', big_error='failed', forbidden='failed', key='failed')
 
 
 @pytest.fixture(scope='module')
@@ -114,13 +116,13 @@ def test_orders_in_a_title_stay_data(played):
 def test_key_is_nowhere(played, world, tmp_path, capfd):
     "Not in cache, transcript, log, error or page, even where the server says it back."
     assert "your key is ***" in played['out']['echo'][0].transcript[0]['said']
-    forms = ['canary-key', base64.b64encode(KEY.encode()).decode()] # however the rest of it is written
+    forms = ['canary-key', *(base64.b64encode(x.encode()).decode() for x in (KEY, f'{KEY}:'))] # however the rest of it is written
     hay = [gzip.decompress(f.read_bytes()).decode() for f in (played['folder']/'cache').rglob('*.gz')]
     assert len(hay) > 20
     hay += [(played['folder']/'log').read_text(), json.dumps([o.transcript for o, _ in played['out'].values()]), repr([o for o, _ in played['out'].values()]), repr(played['out']['good'][1])]
     with Server() as s:
-        for model, error in (('key', core.ParamError), ('leaky', core.DataError)):
-            with pytest.raises(error) as e: agents.run_agent(spec(s, model), windows(), make(world), CFG, cache=agents.CallCache(tmp_path/'c'), transcripts=tmp_path/f'{model}.jsonl')
+        for model, error in (('key', core.ParamError), ('leaky', agents.CallError), ('echo:body500', agents.CallError)):
+            with pytest.raises(error) as e: agents.Provider(spec(s, model), sleep=lambda seconds: None).chat([dict(role='user', content='x')])
             x = e.value; hay.append(str(x))
             assert '\n' not in str(x)
             while x: hay.append(''.join(traceback.format_exception(x))); hay.append(repr(vars(x))); x = x.__context__ or x.__cause__
@@ -130,7 +132,24 @@ def test_key_is_nowhere(played, world, tmp_path, capfd):
     assert not [h[max(h.find(f) - 80, 0):][:200] for h in hay for f in forms if f in h]
 
 
-@pytest.mark.parametrize('bad', ['tiny', 'schlüssel-lang', 'with\x07bell--'])
+@pytest.mark.parametrize('secret', [KEY, 'sk-plain/0123456789+abc=='])
+def test_key_is_in_no_field(world, tmp_path, monkeypatch, capfd, caplog, secret):
+    "Every field of an answer that says the key back, in any spelling, and a field of any length."
+    monkeypatch.setenv('CANARY_API_KEY', secret); caplog.set_level(logging.DEBUG); told = []
+    with Server() as s:
+        for f in FIELDS:
+            p = agents.Provider(spec(s, f'echo:{f}', retries=1), agents.CallCache(tmp_path/'c'), sleep=lambda seconds: None)
+            _, runs = agents.run_agent(p.spec, windows(), make(world), CFG, provider=p, transcripts=tmp_path/f'{f}.jsonl'); told.append(runs.to_json())
+            assert (tmp_path/f'{f}.jsonl').stat().st_size < 150_000
+    kept = [gzip.decompress(f.read_bytes()).decode() for f in (tmp_path/'c').rglob('*.gz')]; assert len(kept) > 15
+    assert max(len(json.loads(k)['reply']['finish']) for k in kept) <= 40
+    hay = kept + told + [f.read_text() for f in tmp_path.glob('*.jsonl')] + [caplog.text, *capfd.readouterr()]
+    hay = ' '.join(hay)
+    forms = {secret, secret[:12], *(base64.b64encode(x.encode()).decode() for x in (secret, f'{secret}:')), quote(secret), quote(secret, safe='')}
+    assert not [hay[max(hay.find(f) - 80, 0):][:200] for f in forms if f in hay]
+
+
+@pytest.mark.parametrize('bad', ['tiny', 'schlüssel-lang', 'with\x07bell--', 'line\nbreak-123', 'line\r\nbreak-123'])
 def test_a_key_that_could_not_be_struck_out_is_refused(bad, monkeypatch):
     monkeypatch.setenv('CANARY_API_KEY', bad)
     with pytest.raises(core.DataError, match='environment variable CANARY_API_KEY: a key has 8') as e: agents.read_key(agents.AgentSpec('x', 'm', 'https://x.org/v1', 'CANARY_API_KEY'))
@@ -156,7 +175,7 @@ def test_one_refusal_on_the_way_costs_one_window(world):
         return BRAINS['good'](body, s)
     with Server(good=brain) as s: _, runs = agents.run_agent(spec(s, 'good'), windows(5), make(world), NS(**vars(CFG) | dict(in_flight=1)))
     assert runs.status.tolist() == ['submitted']*3 + ['failed', 'submitted']
-    assert '1 of good. `dvc repro -f -s agents`' in agents.ask_again(agents.summary(runs))
+    assert '1 of 5 of good (404 no such page). ' in agents.ask_again(runs)
 
 
 def test_a_damaged_or_foreign_answer_on_disk_is_asked_again(world, tmp_path):
@@ -174,6 +193,61 @@ def test_what_comes_too_late_is_counted(world):
     with Server(good=lambda body, t: (time.sleep(1) if len(t.asked) == 1 and t.asked.most_common(1)[0][1] == 1 else None) or BRAINS['good'](body, t)) as s:
         _, late = agents.run_agent(spec(s, 'good', timeout=0.5), windows(), make(world), CFG)
     assert late.status.tolist() == ['submitted'] and late.usd[0] > runs.usd[0]
+
+
+@pytest.mark.parametrize('model', ONCE)
+def test_cut_once_then_good(played, model):
+    "An answer that is cut or damaged is asked for again after a wait, and its price, on the high side, is counted."
+    o, good = (played['out'][m][0] for m in (model, 'good'))
+    assert o.status == 'submitted' and played['waits'][model] == [0.5]*2 and o.usd > good.usd + 2*2000*2/1e6 # both answers, cut once each
+    assert o.usd < 0.05
+
+
+@pytest.mark.parametrize('model', ['drip_body', 'drip_head', 'big_error', 'packed'])
+def test_every_response_is_bounded(world, model):
+    "Headers and bodies that drip and errors without end cost a window its time and no more."
+    with Server() as s:
+        sp = spec(s, model, timeout=0.5 if 'drip' in model else 20, retries=1); start = time.monotonic()
+        o = agents.run_episode(agents.Provider(sp, sleep=lambda seconds: None), 'q', make(world)(None), sp, agents.Budget(4, 100_000, 1.0))
+        assert o.status == 'failed' and time.monotonic() - start < 15
+    assert dict(big_error='more than 8 MiB', packed='an encoding that was not asked for').get(model, 'within 0.5 s') in o.note
+
+
+def test_no_redirect_is_followed(world):
+    with Server() as other, Server() as s:
+        s.elsewhere = other.url.replace('127.0.0.1', 'localhost') + '/chat/completions'
+        _, runs = agents.run_agent(spec(s, 'redirected'), windows(3), make(world), NS(**vars(CFG) | dict(in_flight=1)))
+    assert not other.asked and sum(s.asked.values()) == 1 # the others are not even asked
+    assert set(runs.status) == {'failed'} and '307 redirect to localhost, which is not followed; correct base_url' in runs.note[0]
+
+
+@pytest.mark.parametrize('model, why', [('down', '500 oops'), ('banned', 'tomorrow'), ('cut', 'Error'), ('no_choices', 'no answer that can be read'),
+                                        ('key', 'correct key_env (CANARY_API_KEY)'), ('forbidden', '403 no access; correct key_env'), ('error_200', 'quota is used up ***')])
+def test_a_server_that_always_fails_costs_its_own_windows(world, tmp_path, capsys, model, why):
+    "No error: empty portfolios, counted, a warning in words; other agents go on."
+    with Server() as s: df, runs = agents.run_agent(spec(s, model, retries=0), windows(3), make(world), NS(**vars(CFG) | dict(in_flight=1)), transcripts=tmp_path/'t.jsonl')
+    decoding.validate_predictions(df)
+    assert runs.status.eq('failed').all() and df['items'].map(len).eq(0).all() and df.n_invalid.eq(1).all() and len(list(agents.read_transcripts(tmp_path/'t.jsonl'))) == 3
+    line = capsys.readouterr().err
+    assert f'WARNING: windows that failed, and count as empty: 3 of 3 of {model} (' in line and why in line and '`dvc repro -f -s agents`' in line
+    assert agents.summary(runs).failed[0] == 3
+    assert sum(s.asked.values()) == (1 if model in ('key', 'forbidden') else 3)
+
+
+@pytest.mark.parametrize('mode', ['tools', 'text'])
+def test_another_question(mode):
+    "The loop serves a question in words; what is approved tomorrow is not there today, nor is a portfolio asked for."
+    facts = gate.prepare(rec.example()); day = facts.approvals.public_date.min()
+    def brain(body, s):
+        seen = body['messages'][2:]
+        if not seen: return call('list_approvals', dict(program='nivolumab')) if mode == 'tools' else say('<tool_call>{"name": "list_approvals", "arguments": {"program": "nivolumab"}}</tool_call>')
+        return say('yes' if '"total":0' not in seen[-1]['content'].replace('\\', '').replace(' ', '') else 'no')
+    for t, answer in ((day - pd.Timedelta(days=1), 'no'), (day, 'yes')):
+        with Server(good=brain) as s:
+            sp = spec(s, 'good', mode=mode); box = tools.Tools(gate.as_of(facts, t), None, t, 'nivolumab', tools.Pseudonyms(1), HOW.limits, HOW.search)
+            said, out = agents.ask(agents.Provider(sp), 'Was nivolumab approved?', box, sp, t, agents.Budget(4))
+        assert (said, out.status, out.steps) == (answer, 'submitted', 2)
+        assert (str(day.date()) in str(s.requests)) == (t == day) and b'submit_portfolio' not in b''.join(s.requests)
 
 
 def test_second_run_asks_nothing(world, tmp_path):
@@ -235,6 +309,20 @@ def test_estimate_asks_nothing_and_needs_no_key(world, tmp_path, monkeypatch, ca
     assert (est.kept, est.usd, est.usd_most) == (2, 0, 1) # a run that was killed may have more to ask
 
 
+def test_any_window_can_be_read(world, tmp_path, monkeypatch, capsys):
+    "`show AGENT EPISODE` writes one page; where there is none, one line says what there is."
+    monkeypatch.setenv('CLINICAL_RL_ROOT', str(tmp_path)); (tmp_path/'params.yaml').write_bytes((ROOT/'params.yaml').read_bytes())
+    assert agents.main(['show', 'good', 'x']) == 1 and 'agents: none' in capsys.readouterr().err
+    with Server() as s: agents.run_agent(spec(s, 'good'), windows(3), make(world), CFG, transcripts=tmp_path/'out/agents/good-landscape-temporal.jsonl')
+    assert agents.main(['show', 'good', 'landscape:nivolumab:0001']) == 0
+    page = Path(capsys.readouterr().out.strip())
+    assert page.is_relative_to(tmp_path/'out') and 'Window 1' in page.read_text() and 'Window 2' not in page.read_text() and '<script' not in page.read_text()
+    assert agents.main(['show', 'good', '../../x']) == 1
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "no window '../../x' of agent 'good'; agents: good; its first window is landscape:nivolumab:0000" in err
+    assert agents.main(['show']) == 1 and 'show takes an agent and a window' in capsys.readouterr().err
+
+
 def test_page_escapes_what_it_shows(world, tmp_path):
     "Nothing that a record or a model says is markup, trial numbers stay hidden, and the page needs no script."
     evil = '<img src=x onerror=alert(1)></pre><script>alert(2)</script>'
@@ -256,11 +344,16 @@ def test_limits_hold(world, limit, status, letters):
     assert runs.usd.sum() <= 0.03 if 'usd_total' in limit else (runs.tokens_in + runs.tokens_out).max() <= 6000
 
 
-@pytest.mark.parametrize('model, mode, bad', [('text', 'text', 0), ('plain', 'plain', 1)])
+@pytest.mark.parametrize('model, mode, bad', [('text', 'text', 0), ('tagged', 'text', 0), ('plain', 'plain', 1)])
 def test_models_without_tool_calls(world, model, mode, bad):
     with Server() as s: df, runs = agents.run_agent(spec(s, model, mode=mode), windows(2), make(world), CFG)
     assert set(runs.status) == {'submitted'} and df.n_invalid.eq(bad).all()
     assert df['items'][0][0]['indication'] == 'NSCLC'
+
+
+def test_a_quoted_call_is_text(world):
+    with Server() as s: _, runs = agents.run_agent(spec(s, 'quoted', mode='text'), windows(1), make(world), CFG)
+    assert runs.status.tolist() == ['invalid']
 
 
 @pytest.mark.parametrize('scope', ['landscape', 'sponsor'])
