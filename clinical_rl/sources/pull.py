@@ -41,7 +41,9 @@ def field(
     if kind is float:
         try: n = float(v.replace(',', '') if isinstance(v, str) else v if not isinstance(v, bool) else None)
         except (TypeError, ValueError, OverflowError): n = math.nan
-        if not abs(n) <= LARGEST: raise Unparsable(f'field {name!r} = {str(v)[:40]!r} is not a number' + ' that can be' * (abs(n) > LARGEST))
+        if not abs(n) <= LARGEST:
+            why = 'is not a number' + ' that can be' * (abs(n) > LARGEST)
+            raise Unparsable(f'field {name!r} = {str(v)[:40]!r} {why}')
         return n
     if not isinstance(v, kind): raise Unparsable(f'field {name!r} is a {type(v).__name__}, not a {kind.__name__}')
     return v.strip() if kind is str else v

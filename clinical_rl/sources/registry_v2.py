@@ -153,7 +153,7 @@ class Page(Struct):
     nextPageToken: str | None = None
     totalCount: object = None # an odd count costs no page
 _page = msgspec.json.Decoder(Page)
-_token = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["\[\]{},]', re.S) # a text, else what sets parts apart or opens a text without end
+_token = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["\[\]{},]', re.S) # a text; what sets parts apart; a quote alone: no end
 _member = re.compile(rb'"([^"]*)"\s*:\s*(.+)', re.S)
 _CLOSES = {b'[': b']', b'{': b'}'}
 
@@ -210,7 +210,8 @@ def batch(
             if row[2] or not named_only: rows.append(row)
         except (ValueError, RecursionError) as e: # msgspec's errors are ValueErrors
             why = str(e).replace('$.', '').replace('`', "'")
-            bad.append((_called(raw), why if isinstance(e, msgspec.ValidationError) or type(e) is ValueError else f'no JSON: {why}'))
+            form = isinstance(e, msgspec.ValidationError) or type(e) is ValueError # JSON, but of another form
+            bad.append((_called(raw), why if form else f'no JSON: {why}'))
     values = dict(zip(_FIELDS, zip(*rows))) if rows else dict.fromkeys(_FIELDS, ())
     n, read = len(rows), _days[day]
     values |= dict(record_id=['reg:' + nct for nct in values['nct_id']], kind=['registry']*n, date_basis=['first_posted']*n,
@@ -390,6 +391,7 @@ def turn_pages(
     if not _asks(job, asked): job.restart()
     if job.done: return
     seen = {_key(s)[0]: l['turn'] for l in job.lines for s in page_of(job.pages.get(l['sha256'])).studies} # number: latest turn
+    led = {l['next']: l['turn'] for l in job.lines} # the same for tokens
     total = next((l['total'] for l in reversed(job.lines) if l['total'] is not None), None)
     turn, token = (job.lines[-1]['turn'], job.lines[-1]['next']) if job.lines else (0, None)
     last, idle = turn + TURNS, 0
@@ -408,9 +410,10 @@ def turn_pages(
         found = [_key(s)[0] for s in page.studies]
         new, idle = set(found) - seen.keys(), 0 if any(seen.get(k) != turn for k in found) else idle + 1
         seen |= dict.fromkeys(found, turn)
-        if page.nextPageToken and (idle >= IDLE or page.nextPageToken in (l['next'] for l in job.lines if l['turn'] == turn)):
+        if page.nextPageToken and (idle >= IDLE or led.get(page.nextPageToken) == turn):
             raise DataError(f'{url}: the pages lead back to earlier ones after {len(job.lines)}; run again later, '
                             f'or delete {job.path} to begin anew')
+        led[page.nextPageToken] = turn
         said, told = page.totalCount, count(page.totalCount)
         odd = {} if said is None or told is not None else dict(said=str(said)[:40])
         job.add(body, url, params, len(found), page.nextPageToken, turn=turn, new=len(new), total=told, **odd)
@@ -553,7 +556,9 @@ def reconcile(
         total, turns = job.total, max((l['turn'] for l in job.lines), default=0)
         notes = []
         if not job.done: notes = ['not complete']
-        elif total is None: notes = ['the API gave no count' + next((f', but {l["said"]!r}' for l in job.lines if 'said' in l), '')]
+        elif total is None:
+            odd = next((f', but {l["said"]!r}' for l in job.lines if 'said' in l), '')
+            notes = ['the API gave no count' + odd]
         elif distinct < total: notes = [f'{total - distinct} short']
         elif distinct > total: notes = [f'{distinct - total} more than counted']
         if turns > 1: notes.append(f'turned {turns} times')

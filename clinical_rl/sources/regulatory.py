@@ -160,8 +160,9 @@ def _next(answer, asked, limit, total):
     link = re.search(r'<([^>]+)>\s*;\s*rel="?next"?', answer.headers.get('link', ''))
     token = parse_qs(urlsplit(link[1]).query).get('search_after') if link else None
     if token and dict(search_after=token[0]) != asked: return dict(search_after=token[0])
+    if link or total is None or 'search_after' in asked: return None
     skip = asked.get('skip', 0) + limit
-    return dict(skip=skip) if not link and 'search_after' not in asked and total is not None and skip < total and skip <= _MAX_SKIP else None
+    return dict(skip=skip) if skip < total and skip <= _MAX_SKIP else None
 
 def _applications(client, job, url, query):
     "All pages of one search, from where the journal ends."

@@ -65,7 +65,7 @@ def _dataset(client, job, url, size):
             break
         a, rows = ask(client, url, dict(size=size) | asked, _listed)
         after = asked['offset'] + (len(rows) or size)
-        more = len(rows) == size or total is not None and after < total and not ended(job, len(rows)) # the count may lie either way
+        more = len(rows) == size or after < (total or 0) and not ended(job, len(rows)) # the count may lie either way
         forward(job, url, a.body, len(rows), dict(offset=after) if more else None)
         job.add(a.body, url, dict(size=size) | asked, n=len(rows), next=dict(offset=after) if more else None, total=total)
 
