@@ -126,7 +126,8 @@ def read_json(
     body:bytes, # as received
 ): # parsed; raises ValueError
     "JSON as lenient servers write it."
-    x = json.loads(body.decode('utf-8-sig', 'replace'), strict=False)
+    try: x = json.loads(body.decode('utf-8-sig', 'replace'), strict=False)
+    except RecursionError: raise ValueError('nested too deep') from None
     return json.loads(json.dumps(x, ensure_ascii=False).encode(errors='replace'), strict=False) if _HALF.search(body) else x
 
 def count(v): # the number of records that an API tells; None where it can be none
