@@ -90,7 +90,7 @@ class Server(ThreadingHTTPServer):
             names = [n.lower() for n in re.findall(r'"([^"]+)"', q['search'])]
             found = [a for a in APPS if any(n in json.dumps(a['products'], ensure_ascii=False).lower() for n in names)]
             if not found: return 404, dict(error=dict(code='NOT_FOUND', message='No matches found!')), {}
-            at, limit = int(q.get('search_after', '0=0')[2:]), int(q['limit'])
+            at, limit = int(q.get('search_after', '0=0')[2:]) or int(q.get('skip', 0)), int(q['limit'])
             link = {} if at + limit >= len(found) else {'Link': f'<{self.url}/fda?{urlencode(q | {"skip": 0, "search_after": f"0={at + limit}"})}>; rel="next"'}
             return 200, dict(meta=dict(last_updated='2026-03-10', results=dict(skip=0, limit=limit, total=len(found))), results=found[at:at + limit]), link
         if path.startswith('/sec') and '@' not in agent: return 403, b'<h1>Undeclared Automated Tool</h1>', {}

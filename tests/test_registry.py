@@ -142,6 +142,72 @@ def test_a_count_that_lies(tmp_path):
             pages, t, _ = get(s, tmp_path/str(more))
         assert len(t) == 25 and v2.reconcile(pages).note.tolist() == [note]
 
+def rewrite(s, f): # all pages are another text, or object, than the registry's
+    s.on = dict.fromkeys(range(1, 999), lambda s, a: (200, {}, f(a[2], s)))
+
+@pytest.mark.parametrize('said', [10**30, 'many', -1, 1.5, [9], True])
+def test_a_count_that_is_none(said, calm, tmp_path):
+    with serve(map(study, range(55))) as s:
+        rewrite(s, lambda body, s: body.replace(b'"totalCount": 55', b'"totalCount": ' + json.dumps(said).encode()))
+        pages, t, _ = get(s, tmp_path)
+    same(t, calm)
+    assert v2.reconcile(pages).note.tolist() == [f'the API gave no count, but {str(said)!r}']
+
+CIRCLES = dict( # page, number of it -> page
+    there_and_back=lambda x, n: x | dict(nextPageToken=x['nextPageToken'].split('.')[0] + ('.10.' if n % 2 else '.0.')),
+    ever_new_names=lambda x, n: x | dict(nextPageToken=x['nextPageToken'].split('.')[0] + f'.20.{n}'),
+    ever_empty=lambda x, n: x | dict(studies=[], nextPageToken=x['nextPageToken'].split('.')[0] + f'.20.{n}'))
+@pytest.mark.parametrize('circle', CIRCLES)
+def test_pages_in_a_circle(circle, calm, tmp_path):
+    def led(body, s): return json.dumps(CIRCLES[circle](x, s.pages) if 'nextPageToken' in (x := json.loads(body)) else x).encode()
+    with serve(map(study, range(55))) as s:
+        rewrite(s, led)
+        for _ in range(2): # goes on, and is refused again
+            n = s.pages
+            with pytest.raises(DataError, match='lead back to earlier ones.*run again later, or delete') as e: get(s, tmp_path)
+            assert '\n' not in str(e.value) and s.pages - n <= v2.IDLE + 3
+        s.on = {}
+        Pages(tmp_path, DAY).job('registry', 'all').path.unlink() # as the error says
+        same(get(s, tmp_path)[1], calm)
+
+NO_JSON = dict(half_a_pair=rb'"\ud800"', other_half=rb'"\udc00 x"', not_a_number=b'NaN', infinity=b'-Infinity', control=b'"a\x01b"',
+               no_utf8=b'"\xff"', deep=b'['*5000 + b']'*5000, zero_first=b'01')
+NUMBERS = dict(long_number=b'9'*400, twice=b'1, "odd": 2') # the decoder takes these
+@pytest.mark.parametrize('odd', NO_JSON | NUMBERS)
+def test_a_record_that_is_no_json_costs_itself_only(odd, calm, tmp_path):
+    text = (NO_JSON | NUMBERS)[odd]
+    with serve(map(study, range(55))) as s:
+        rewrite(s, lambda body, s: body.replace(b'"briefTitle": "Study 7 ', b'"odd": ' + text + b', "briefTitle": "Study 7 '))
+        pages, t, q = get(s, tmp_path)
+        assert s.pages == 6 # no page was asked for twice
+    if odd in NUMBERS or not q.n: return same(t, calm) # a field that nobody reads
+    same(t, calm[calm.nct_id.ne(nct(study(7)))].reset_index(drop=True))
+    assert q.n == 1 and q.records().record[0] == nct(study(7)) and q.records().reason[0].startswith('no JSON')
+    assert v2.reconcile(pages).note.tolist() == ['']
+    with serve(map(study, range(55, 57))) as s: # what a later refresh reads again
+        later = get(s, tmp_path, '2025-09-12', since='2025-09-01')[0]
+        again = Quarantine(tmp_path, '2025-09-12')
+        assert sum(b.num_rows for b in v2.stream(later, PROGRAMS, again, old=pages)) == 0
+        assert again.records().record.tolist() == [nct(study(7))]
+
+def test_a_page_that_cannot_be_cut(tmp_path):
+    for k, cut in enumerate((lambda b: b[:-1], lambda b: b.replace(b'"studies": [', b'"studies": [}', 1), lambda b: b + b'x', lambda b: b.replace(b'"', b'', 1))):
+        with serve(map(study, range(5))) as s:
+            rewrite(s, lambda body, s: cut(body.replace(b'Study 1 ', rb'\ud800')))
+            with pytest.raises(HttpError, match='not whole'): get(s, tmp_path/str(k))
+
+def test_a_version_that_is_no_json(tmp_path, monkeypatch):
+    t = study(1)
+    with serve([t], {nct(t): [('2020-01-01', t), ('2021-01-01', t)]}) as s:
+        answer = s.RequestHandlerClass.answer
+        def broken(self, s, path, q):
+            st, h, b = answer(self, s, path, q)
+            return st, h, b.replace(b'Study 1 ', rb'\ud800 ') if path.endswith('/1') else b
+        monkeypatch.setattr(s.RequestHandlerClass, 'answer', broken)
+        pages, table, q = get(s, tmp_path, history='all')
+        seen = v2.versions(pages, table, PROGRAMS, q)
+    assert len(seen) == 1 and q.records().record.tolist() == [f'{nct(t)} version 1']
+
 def changed(k, module, **fields): return study(k, **{module: fields})
 def renamed(k, module, old, new):
     s = study(k)

@@ -1,5 +1,5 @@
 "Connectors of approvals, filings, spending and statistics against a server that speaks the APIs' forms, and fails."
-import json, multiprocessing, os, random, signal
+import json, multiprocessing, os, random, re, signal
 from types import SimpleNamespace as NS
 
 import pandas as pd
@@ -191,7 +191,7 @@ def test_page_of_another_form(kind, path, change, server, tmp_path):
 def test_statistics_of_another_form(server, calm, tmp_path):
     server.tamper['/uscs'] = lambda obj, q: archive(value='many')
     t, q = parse('epidemiology', fetch('epidemiology', server, tmp_path/'a'))
-    assert q.records().reason.eq('AGE_ADJUSTED_RATE is not a number').all() and q.n == 2 and len(t) == len(calm['epidemiology'].table) - 2
+    assert q.records().reason.eq('AGE_ADJUSTED_RATE is not a number from 0 to 1e9').all() and q.n == 2 and len(t) == len(calm['epidemiology'].table) - 2
     server.tamper['/uscs'] = lambda obj, q: archive(sex='GENDER')
     with pytest.raises(DataError, match='holds no cell'): parse('epidemiology', fetch('epidemiology', server, tmp_path/'b'))
     assert "field 'SEX' is missing" in Quarantine(tmp_path/'b', '2026-03-15', ()).records().reason[0]
@@ -240,6 +240,64 @@ def test_nothing_found(server, calm, tmp_path):
         regulatory.fetch(c, pages, pd.concat([unknown, PROGRAMS]), params('approvals', server.url))
     assert parse('approvals', pages)[0].to_csv() == calm['approvals'].csv
     assert regulatory.reconcile(pages).set_index('job').total['drugsfda unknownmab'] == 0
+
+def test_pages_in_a_circle(server, calm, tmp_path):
+    "A page that came before, or a token that leads back to one, ends the run at once; a file that EDGAR lists twice is fetched once."
+    answer, n = type(server).answer, iter(range(10**6))
+    def linked(to): # openFDA leads to search_after=to(number of the request)
+        return lambda path, q, agent: (*answer(server, path, q, agent)[:2], {'Link': f'<{server.url}/fda?search_after=0%3D{to(next(n))}>; rel="next"'})
+    try:
+        server.answer = linked(lambda n: n % 2 * 2) # there and back
+        for _ in range(2):
+            with pytest.raises(DataError, match='lead back to earlier ones.*run again later, or delete'): fetch('approvals', server, tmp_path, workers=1)
+        server.answer = linked(lambda n: 100 + n) # ever new names for nothing
+        notes = regulatory.reconcile(fetch('approvals', server, tmp_path/'empty', workers=1)).set_index('job').note
+        assert notes['drugsfda nivolumab'] == '3 of 5 did not come'
+    finally: del server.answer
+    assert len(server.asked) < 60
+    server.tamper['/cms/dataset/uuid-b'] = lambda obj, q: SPENDING['uuid-b'][:3] if 'offset' in q else obj
+    with pytest.raises(DataError, match='lead back to earlier ones'): fetch('utilization', server, tmp_path)
+    server.tamper.clear(); server.asked.clear()
+    def twice(obj, q):
+        obj['filings']['files'] *= 3
+        return obj
+    server.tamper['/sec/submissions/CIK0000014272.json'] = twice
+    assert parse('filings', fetch('filings', server, tmp_path))[0].to_csv() == calm['filings'].csv
+    assert sum('14272-submissions-001' in path for path, *_ in server.asked) == 1
+
+@pytest.mark.parametrize('lie', [10**30, 'many', -1, 10**8])
+def test_total_that_is_none(lie, server, calm, tmp_path):
+    def total(obj, q):
+        if 'meta' in obj: obj['meta']['results']['total'] = lie
+        elif 'total_rows' in obj: obj['total_rows'] = lie
+        return obj
+    server.tamper |= {'/fda': total, '/stats': total}
+    for kind in ('approvals', 'utilization'): assert parse(kind, fetch(kind, server, tmp_path))[0].to_csv() == calm[kind].csv
+    assert len(server.asked) < 60
+
+ODD = [('utilization', '/cms/dataset/uuid-d/data', '"2022.5"', v) for v in ('NaN', '1e300', '"Infinity"', '9'*400, '"1e30"')] + [
+       ('approvals', '/fda', '"20141222"', '"99991231"'), ('filings', '/companyfacts/', '2020002021.0', 'NaN'),
+       ('filings', '/submissions/CIK0000014272.json', '"2021-02-20"', '"9999-02-20"')]
+@pytest.mark.parametrize('kind,path,old,new', ODD, ids=[f'{k}-{n[:12]}' for k, *_, n in ODD])
+def test_figures_that_cannot_be(kind, path, old, new, server, calm, tmp_path):
+    server.tamper[path] = lambda obj, q: json.dumps(obj, ensure_ascii=False).replace(old, new, 1).encode()
+    t, q = parse(kind, fetch(kind, server, tmp_path))
+    assert q.n and q.records().reason.str.contains('is not a').all() and set(t.record_id) < set(calm[kind].table.record_id)
+
+@pytest.mark.parametrize('odd', [rb'\ud800', b'\xff', b'\x01'])
+def test_text_that_is_no_strict_json(odd, server, calm, tmp_path):
+    "Half of a surrogate pair, a byte that is no UTF-8, a control character: read as far as it goes."
+    for part in ('/fda', '/cms/dataset/uuid-b/data', '/sec/submissions'):
+        server.tamper[part] = lambda obj, q: re.sub(rb'(Opdivo|OPDIVO|k\.htm)', lambda m: m[1] + odd, obj) if isinstance(obj, bytes) else re.sub(
+            rb'(Opdualag|OPDUALAG|k\.htm)', lambda m: m[1] + odd, json.dumps(obj, ensure_ascii=False).encode()) if isinstance(obj, (dict, list)) else obj
+    for kind in ('approvals', 'utilization', 'filings'):
+        t, q = parse(kind, fetch(kind, server, tmp_path, **(dict(text=False) if kind == 'filings' else {})))
+        assert len(t) == len(calm[kind].table) and q.n == 0
+        t.to_parquet(tmp_path/'t.parquet')
+
+def test_nested_too_deep(server, tmp_path):
+    server.tamper['/cms'] = lambda obj, q: b'['*200_000 + b']'*200_000
+    with pytest.raises(HttpError, match='not whole'): fetch('utilization', server, tmp_path)
 
 def test_token_expires(server, calm, tmp_path):
     "Where the place to go on from is not known any more, the search starts over."

@@ -105,7 +105,7 @@ def parse(
                 bad = {f'unknown SEX {v!r}': d.SEX.eq(v) for v in set(d.SEX.dropna()) - set(_SEX)}
                 bad |= {f'unknown EVENT_TYPE {v!r}': d.EVENT_TYPE.eq(v) for v in set(d.EVENT_TYPE.dropna()) - set(_EVENT)}
                 bad |= {f'{c} is missing': d[c].isna() for c in ('SEX', 'EVENT_TYPE', 'site')}
-                bad |= {f'{c} is not a number': d[c].notna() & pd.to_numeric(d[c], errors='coerce').isna()
+                bad |= {f'{c} is not a number from 0 to 1e9': d[c].notna() & ~pd.to_numeric(d[c], errors='coerce').between(0, 1e9)
                         for c in ('COUNT', 'AGE_ADJUSTED_RATE')}
                 for why, rows in bad.items():
                     for r in d[rows].itertuples():

@@ -17,7 +17,7 @@ from ..core import DataError, progress
 from ..records import FORMS, end_of, parsed
 from . import client as _client, pull
 from .client import HttpError, Pages
-from .pull import Names, Unparsable, ask, day, field, no_rows, reconciled, tally
+from .pull import Names, Unparsable, ask, day, field, no_rows, read_json, reconciled, tally
 
 # %% ../../nbs/sources/03_filings.ipynb #c005
 FILERS = {
@@ -174,8 +174,8 @@ def _of_period(said, form, end):
 _TEXT = ('10-K', '10-Q', '20-F')
 def _blocks(bodies): # part -> filings of the blocks
     for line, body in bodies:
-        if line['part'] == 'submissions': yield line, _recent(json.loads(body))
-        elif line['part'] == 'older': yield line, json.loads(body)
+        if line['part'] == 'submissions': yield line, _recent(read_json(body))
+        elif line['part'] == 'older': yield line, read_json(body)
 
 def _recent(head): return field(field(head, 'filings', dict), 'recent', dict)
 
@@ -193,8 +193,9 @@ def _company(client, pages, params, cik):
         if url in have: return
         a, n = ask(client, url, None, size)
         job.add(a.body, url, {}, n=n, part=part, **extra)
+        have.add(url) # a file may be listed twice
     take(f'{params.url}/submissions/{job.name}.json', 'submissions', lambda page: len(filed(_recent(page))))
-    head = json.loads(pages.get(job.lines[0]['sha256']))
+    head = read_json(pages.get(job.lines[0]['sha256']))
     for f in field(head['filings'], 'files', list, need=False) or []:
         take(f'{params.url}/submissions/{field(f, "name")}', 'older', lambda page: len(filed(page)), count=f.get('filingCount'))
     try: take(f'{params.url}/api/xbrl/companyfacts/{job.name}.json', 'facts', lambda page: len(field(page, 'facts', dict)))
@@ -244,7 +245,7 @@ def _row(f, company, cik, ticker, said, source):
     filed_date = max(days, key=lambda d: f'{d}-31'[:10]) # a month counts at its end
     row = dict(company=company, ticker=ticker, cik=str(cik), form=form, filed_date=filed_date, period_end=end, source=source,
                accession_or_source_id=accession, rd_period_start=rd and rd['start'])
-    return row | {k: v and str(float(v['val'])) for k, v in numbers.items()}
+    return row | {k: v and str(field(v, 'val', float)) for k, v in numbers.items()}
 
 RAW = ['company', 'ticker', 'cik', 'form', 'filed_date', 'period_end', 'accession_or_source_id', 'drugs_mentioned',
        'rd_period_start', *FIGURES, 'source']
@@ -266,8 +267,8 @@ def parse(
                 if line['part'] == 'text':
                     named[line['accession']] = '; '.join(f'{d}:{n}' for d, n in find.times(plain(body)).items())
                     continue
-                if line['part'] == 'facts': said = figures(json.loads(body))
-                if line['part'] == 'submissions': ticker = (json.loads(body).get('tickers') or [None])[0]
+                if line['part'] == 'facts': said = figures(read_json(body))
+                if line['part'] == 'submissions': ticker = (read_json(body).get('tickers') or [None])[0]
                 blocks += [(f, at) for _, b in _blocks([(line, body)]) for f in filed(b)]
             except (Unparsable, KeyError, TypeError, AttributeError) as e:
                 quarantine.add('filings', f'{job.name} {line["part"]}', _why(e), **at)
@@ -284,7 +285,7 @@ def parse(
     return normalize(pd.DataFrame(list(rows.values()), columns=RAW), programs.drug) if rows else no_rows('filings')
 
 def _why(e): return str(e) if isinstance(e, Unparsable) else f'facts or filing of another form: {type(e).__name__} {e}'
-def _filers(pages): return json.loads(next(pages.job('filings', 'filers').bodies())[1])
+def _filers(pages): return read_json(next(pages.job('filings', 'filers').bodies())[1])
 
 def reconcile(
     pages, # of `fetch`

@@ -17,7 +17,8 @@ from .. import vocab
 from ..core import progress
 from ..records import end_of, parsed
 from .client import HttpError
-from .pull import Names, Unparsable, ask, brands, day, field, import_file, no_rows, reconciled, tally
+from .pull import (
+    Names, Unparsable, ask, brands, count, day, ended, field, forward, import_file, no_rows, read_json, reconciled, tally)
 
 # %% ../../nbs/sources/02_regulatory.ipynb #c005
 _BIOMARKERS = [(code, re.compile(p, re.I)) for code, p in [
@@ -151,7 +152,7 @@ def search(
 
 def _page(obj): # records, their total, and the state of the data
     meta = field(obj, 'meta', dict)
-    total = int(field(field(meta, 'results', dict), 'total', float))
+    total = count(field(meta, 'results', dict).get('total'))
     return field(obj, 'results', list), total, field(meta, 'last_updated', need=False)
 
 def _next(answer, asked, limit, total):
@@ -159,8 +160,9 @@ def _next(answer, asked, limit, total):
     link = re.search(r'<([^>]+)>\s*;\s*rel="?next"?', answer.headers.get('link', ''))
     token = parse_qs(urlsplit(link[1]).query).get('search_after') if link else None
     if token and dict(search_after=token[0]) != asked: return dict(search_after=token[0])
+    if link or total is None or 'search_after' in asked: return None
     skip = asked.get('skip', 0) + limit
-    return dict(skip=skip) if not link and 'search_after' not in asked and skip < total and skip <= _MAX_SKIP else None
+    return dict(skip=skip) if skip < total and skip <= _MAX_SKIP else None
 
 def _applications(client, job, url, query):
     "All pages of one search, from where the journal ends."
@@ -183,7 +185,8 @@ def _applications(client, job, url, query):
             restarts += 1
             job.restart()
             continue
-        after = _next(a, asked, query['limit'], total)
+        after = None if ended(job, len(rows)) else _next(a, asked, query['limit'], total)
+        forward(job, url, a.body, len(rows), after)
         job.add(a.body, url, query | asked, n=len(rows), next=after, total=total, data_time=updated)
 
 def fetch(
@@ -298,7 +301,7 @@ def parse(
             try:
                 if name == 'purplebook': raw += _book_events(body, named, own, f'purplebook@{pages.vintage}', bad)
                 else:
-                    for i, app in enumerate(field(json.loads(body), 'results', list)):
+                    for i, app in enumerate(field(read_json(body), 'results', list)):
                         key = app.get('application_number') if isinstance(app, dict) else None
                         key = key if isinstance(key, str) else f'{name} record {i + 1}'
                         when = line['data_time'] or ''
@@ -317,7 +320,7 @@ def reconcile(
         job, ids = pages.job('regulatory', name), []
         for _, body in job.bodies():
             if name == 'purplebook': continue
-            rows = field(json.loads(body), 'results', list)
+            rows = field(read_json(body), 'results', list)
             ids += [json.dumps(a.get('application_number', a) if isinstance(a, dict) else a) for a in rows]
         return tally(name, job.total, ids, 'a file' if name == 'purplebook' else '')
     return reconciled(map(counts, pages.jobs('regulatory')))

@@ -6,7 +6,7 @@
 __all__ = ['CONJUGATES', 'OWN_FORMS', 'RAW', 'normalize', 'fetch', 'years_of', 'parse', 'reconcile', 'carry_over']
 
 # %% ../../nbs/sources/04_utilization.ipynb #c002
-import json, re
+import re
 from hashlib import sha256
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..core import progress
 from ..records import end_of, parsed
 from . import pull
 from .client import HttpError
-from .pull import Names, Unparsable, ask, brands, field, no_rows, reconciled, tally
+from .pull import Names, Unparsable, ask, brands, count, ended, field, forward, no_rows, read_json, reconciled, tally
 
 # %% ../../nbs/sources/04_utilization.ipynb #c005
 CONJUGATES = {('trastuzumab', 'Enhertu')} # listed under the antibody too
@@ -49,11 +49,11 @@ def _listed(obj): # the page is a list of rows
 
 def _total(client, url):
     "The API's own number of rows, or None where it does not tell."
-    try: said = json.loads(client.get(f'{url}/stats', check=json.loads).body)
+    try: said = read_json(client.get(f'{url}/stats', check=read_json).body)
     except HttpError as e:
         if not 400 <= (e.status or 0) < 500: raise
         return None
-    return said.get('total_rows') if isinstance(said, dict) and isinstance(said.get('total_rows'), int) else None
+    return count(said.get('total_rows')) if isinstance(said, dict) else None
 
 def _dataset(client, job, url, size):
     "All pages of a dataset, from where the journal ends."
@@ -65,7 +65,8 @@ def _dataset(client, job, url, size):
             break
         a, rows = ask(client, url, dict(size=size) | asked, _listed)
         after = asked['offset'] + (len(rows) or size)
-        more = len(rows) == size or total is not None and after < total # the count may lie either way
+        more = len(rows) == size or after < (total or 0) and not ended(job, len(rows)) # the count may lie either way
+        forward(job, url, a.body, len(rows), dict(offset=after) if more else None)
         job.add(a.body, url, dict(size=size) | asked, n=len(rows), next=dict(offset=after) if more else None, total=total)
 
 def fetch(
@@ -125,7 +126,7 @@ def parse(
     named, own, rows = Names(programs), brands(programs), {}
     for program in pages.jobs('utilization'):
         for line, body in pages.job('utilization', program).bodies():
-            at, page = dict(url=line['url'], sha256=line['sha256']), json.loads(body)
+            at, page = dict(url=line['url'], sha256=line['sha256']), read_json(body)
             first = line['params']['offset']
             try: years = years_of(page, program)
             except Unparsable as e:
@@ -155,7 +156,7 @@ def reconcile(
     "The API's own number of rows against what came."
     def counts(program):
         job = pages.job('utilization', program)
-        rows = [r for _, body in job.bodies() for r in json.loads(body)]
+        rows = [r for _, body in job.bodies() for r in read_json(body)]
         rows = [r for r in rows if isinstance(r, dict)]
         ids = [tuple(r.get(c) for c in ('HCPCS_Cd', 'Brnd_Name', 'Gnrc_Name', 'Mftr_Name')) for r in rows]
         spent = [(r, c) for r in rows for c in r if c.startswith('Tot_Spndng_') and r[c]]
