@@ -1,5 +1,5 @@
 "A tiny copy of the project that a test may run and break."
-import os, shutil, subprocess, sys
+import os, shutil, subprocess, sys, time
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,14 @@ def pytest_collection_modifyitems(items):
     "The longest file first: one process runs it while another takes the rest."
     items.sort(key=lambda i: i.path.name != 'test_pipeline.py')
 
+def until(condition, seconds=600):
+    "Wait for an event, however slow the machine is; the limit is for one that never comes."
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, 'waited in vain'
+        time.sleep(.01)
+    return found
+
 def copy_project(to):
     "A git clone of the project with the working tree's changes laid over it and the embedded data pulled."
     subprocess.run(['git', 'clone', '-q', '--no-hardlinks', ROOT, to], check=True)
@@ -30,7 +38,7 @@ def copy_project(to):
     run(to, 'dvc', 'pull', '-q', 'data.dvc', check=True)
     return to
 
-def run(cwd, *cmd, check=False, timeout=1500, **env):
+def run(cwd, *cmd, check=False, timeout=3600, **env):
     "Run a command with the copy's own package and this environment's programs; output is text."
     e = os.environ | {'PATH': f'{BIN}:{os.environ["PATH"]}', 'PYTHONPATH': str(cwd), 'HF_HUB_OFFLINE': '1',
                       'TOKENIZERS_PARALLELISM': 'false'} | env

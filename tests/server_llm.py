@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
             s.asked[digest] += 1; s.headers.append(dict(self.headers)); s.keys.append((self.headers.get('Authorization') or '').removeprefix('Bearer ')); s.requests.append(raw if s.keep else None)
             n = s.asked[digest]; s.waiting += s.stall_after is not None and sum(s.asked.values()) > s.stall_after
             stalled = s.stall_after is not None and sum(s.asked.values()) > s.stall_after
-        if stalled: s.go_on.wait(60); self.close_connection = True; return
+        if stalled: s.go_on.wait(600); self.close_connection = True; return
         if model == 'busy' and n < 3: return self.reply(429, dict(error=dict(message='slow down')), Retry_After='0.01')
         if model in ODD_WAITS and n < 3: return self.reply(429, dict(error=dict(message='slow down')), Retry_After=ODD_WAITS[model])
         if model == 'banned': return self.reply(429, dict(error=dict(message='come back tomorrow')), Retry_After='86400')

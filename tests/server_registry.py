@@ -1,5 +1,5 @@
 """A registry on this machine that speaks ClinicalTrials.gov's API v2 over invented studies, and misbehaves where told to"""
-import json, re, threading, time
+import json, re, threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
@@ -45,7 +45,8 @@ class Registry(ThreadingHTTPServer):
         self.repeat = 0     # studies of the last page that come again on the next
         self.more = 0       # by how much the count lies
         self.stamps = ['2025-08-29T09:00:05'] # the last one stays
-        self.asked, self.agents, self.pages, self.lock, self.pause = [], set(), 0, threading.Lock(), 0
+        self.asked, self.agents, self.pages, self.lock = [], set(), 0, threading.Lock()
+        self.stall_after, self.go_on = None, threading.Event() # after so many requests none is answered until it is set
     @property
     def host(self): return f'http://127.0.0.1:{self.server_address[1]}/api/v2'
 
@@ -82,16 +83,18 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         s, at = self.server, urlsplit(self.path)
         q = dict(parse_qsl(at.query))
-        time.sleep(s.pause)
         with s.lock:
             s.agents.add(self.headers['User-Agent'])
             s.asked.append(self.path)
             status, headers, body = self.answer(s, at.path, q)
-        self.send_response(status)
+            stalled = s.stall_after is not None and len(s.asked) > s.stall_after
+        if stalled: s.go_on.wait(600)
         headers = headers | {'Content-Type': 'application/json', 'Content-Length': str(len(body))}
-        for k, v in headers.items(): self.send_header(k, v)
-        self.end_headers()
-        try: self.wfile.write(body)
+        try:
+            self.send_response(status)
+            for k, v in headers.items(): self.send_header(k, v)
+            self.end_headers()
+            self.wfile.write(body)
         except OSError: self.close_connection = True # it was killed
 
     def answer(self, s, path, q):
@@ -116,7 +119,7 @@ def serve(studies, history=None):
     s = Registry(studies, history)
     threading.Thread(target=s.serve_forever, args=(.02,), daemon=True).start()
     try: yield s
-    finally: s.shutdown(); s.server_close()
+    finally: s.go_on.set(); s.shutdown(); s.server_close()
 
 def client(sleep=lambda seconds: None):
     return Client(agent('ada@lab.org'), {'127.0.0.1': Host(per_second=1e4, concurrency=4)}, sleep=sleep)

@@ -68,7 +68,7 @@ class Host:
             with self.lock: self.under_way -= 1
 
     def send(self, h, r):
-        if r.hang: self.closing.wait(30); h.close_connection = True; return
+        if r.hang: self.closing.wait(600); h.close_connection = True; return
         h.send_response(r.status)
         for k, v in r.headers.items(): h.send_header(k, v)
         h.send_header(*(('Transfer-Encoding', 'chunked') if r.chunked else ('Content-Length', str(len(r.body)))))

@@ -1,15 +1,16 @@
 "Agents against a scripted server: whatever a model or a server does ends in a scored outcome; keys stay secret; a killed run goes on."
-import base64, gzip, json, logging, os, signal, subprocess, sys, time, traceback
+import base64, gzip, json, logging, os, signal, socket, subprocess, sys, traceback
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace as NS
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from clinical_rl import agents, baselines, core, decoding, episodes, features, gate, local_agents, policy, records as rec, tools
+from conftest import until
 from server_llm import BRAINS, FIELDS, GOOD, ONCE, Server, call, say
 
 KEY = 'canary-key-"\\/-0123456789'
@@ -45,7 +46,7 @@ def windows(n=1, program='nivolumab'):
 
 
 def spec(server, model, **more):
-    return agents.AgentSpec(**dict(name=model, model=model, base_url=server.url, key_env='CANARY_API_KEY', price_in=1, price_out=2, retries=3, timeout=20) | more)
+    return agents.AgentSpec(**dict(name=model, model=model, base_url=server.url, key_env='CANARY_API_KEY', price_in=1, price_out=2, retries=3, timeout=300) | more)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +69,7 @@ def played(world, tmp_path_factory):
     logging.getLogger().addHandler(log); logging.getLogger().setLevel(logging.DEBUG)
     with Server() as s:
         for model in ENDS:
-            sp = spec(s, model, timeout=0.3 if model == 'hang' else 20); p = agents.Provider(sp, agents.CallCache(d/'cache'), sleep=waits.setdefault(model, []).append)
+            sp = spec(s, model, timeout=0.3 if model == 'hang' else 300); p = agents.Provider(sp, agents.CallCache(d/'cache'), sleep=waits.setdefault(model, []).append)
             out[model] = agents.run_episode(p, windows().question[0], make(world)(None), sp, agents.Budget(4, 100_000, 1.0)), p
         out = dict(out=out, waits=waits, asked=dict(s.asked), requests=s.requests, folder=d, n=len(s.requests))
     logging.getLogger().removeHandler(log); logging.getLogger().setLevel(logging.WARNING); log.stream.close()
@@ -190,8 +191,10 @@ def test_a_damaged_or_foreign_answer_on_disk_is_asked_again(world, tmp_path):
 def test_what_comes_too_late_is_counted(world):
     "A vendor may charge for an answer that came after the time was over."
     with Server() as s: _, runs = agents.run_agent(spec(s, 'good'), windows(), make(world), CFG)
-    with Server(good=lambda body, t: (time.sleep(1) if len(t.asked) == 1 and t.asked.most_common(1)[0][1] == 1 else None) or BRAINS['good'](body, t)) as s:
-        _, late = agents.run_agent(spec(s, 'good', timeout=0.5), windows(), make(world), CFG)
+    def slow(body, t): # the first answer waits until the question is asked again
+        (t.go_on.wait if t.asked.total() == 1 else t.go_on.set)()
+        return BRAINS['good'](body, t)
+    with Server(good=slow) as s: _, late = agents.run_agent(spec(s, 'good', timeout=1), windows(), make(world), CFG)
     assert late.status.tolist() == ['submitted'] and late.usd[0] > runs.usd[0]
 
 
@@ -274,8 +277,7 @@ def test_kill_and_resume(world, tmp_path):
     with Server(stall_after=20) as s:
         code = CHILD.format(tests=str(Path(__file__).parent), url=s.url, cache=str(tmp_path/'c'), out=str(tmp_path/'t.jsonl'))
         p = subprocess.Popen([sys.executable, '-c', code], cwd=ROOT)
-        end = time.monotonic() + 120
-        while s.waiting < 8 and time.monotonic() < end: time.sleep(0.05)  # all eight wait, so whatever was answered is on disk
+        until(lambda: s.waiting >= 8 or p.poll() is not None)  # all eight wait, so whatever was answered is on disk
         assert s.waiting == 8
         p.send_signal(signal.SIGKILL); p.wait()
         answered = set(s.delivered); assert len(answered) == 20
@@ -396,7 +398,7 @@ def base(tmp_path_factory):
 HOST = '''
 import sys, time
 from clinical_rl import local_agents
-with local_agents.serve({folder!r}) as (url, name): print(url, name, flush=True); time.sleep(600)
+with local_agents.serve({folder!r}) as (url, name): print(url, name, flush=True); time.sleep(3600)
 '''
 
 
@@ -404,13 +406,13 @@ def test_base_model_behind_a_server(base):
     "A real server answers by the protocol, the same twice, and dies with its parent, even by kill -9."
     child = subprocess.Popen([sys.executable, '-c', HOST.format(folder=str(base))], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     url, name = child.stdout.readline().split()
-    p = agents.Provider(agents.AgentSpec('base', name, url, mode='plain', max_tokens=4, timeout=300), sleep=lambda seconds: None)
+    p = agents.Provider(agents.AgentSpec('base', name, url, mode='plain', max_tokens=4, timeout=900), sleep=lambda seconds: None)
     ask = [dict(role='user', content='Say hello')]
     a, b = p.chat(ask), p.chat(ask)
     assert a == b and a.text and a.tokens_in > 5 and 1 <= a.tokens_out <= 4
     child.send_signal(signal.SIGKILL); child.wait()
-    for _ in range(100):
-        try: local_agents._get(f'{url}/models', 2); time.sleep(0.1)
-        except OSError: break
-    else: pytest.fail('the server outlives its parent')
+    def refused(): # busy is not dead
+        try: socket.create_connection(('127.0.0.1', urlsplit(url).port)).close()
+        except ConnectionRefusedError: return True
+    until(refused) # or the server outlives its parent
     with pytest.raises(agents.CallError): p.chat(ask)

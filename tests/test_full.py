@@ -1,11 +1,11 @@
 "The full comparison's runner: its order, what stops it and how it goes on; with a made-up DVC, and with a real one on made-up stages."
-import json, os, re, shutil, signal, subprocess, sys, time
+import json, os, re, shutil, signal, subprocess, sys, threading
 
 import pandas as pd
 import pytest, yaml
 
 from clinical_rl import core, full
-from conftest import ROOT, copy_project, run
+from conftest import ROOT, copy_project, run, until
 
 @pytest.fixture
 def toy(tmp_path):
@@ -26,12 +26,6 @@ def start(base, dvc, *args): # a full run in a process of its own
     # a shell that starts tests in the background has them ignore Ctrl-C, and so would what they start
     return subprocess.Popen([sys.executable, '-c', code], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-
-def wait_for(condition, seconds=120):
-    end = time.time() + seconds
-    while not condition():
-        assert time.time() < end, 'waited in vain'
-        time.sleep(.02)
 
 def test_order_of_worth(toy, capsys):
     "What all share, items before text, every split of a seed before the next seed; scored once at the end, for it was quick."
@@ -62,7 +56,7 @@ def hold(copy, target): # the made-up DVC waits at this target until the file is
     (copy/'held').mkdir(parents=True, exist_ok=True); (copy/'held'/target).touch()
     return copy/'held'/target
 
-def at(copy, target): wait_for(lambda: (copy/'calls.txt').exists() and target in ran(copy))
+def called(copy, target): return (copy/'calls.txt').exists() and target in ran(copy)
 
 def is_free(base):
     try:
@@ -74,10 +68,10 @@ def test_goes_on_after_a_kill(toy):
     base, copy, dvc = toy
     held = hold(copy, 'items@landscape-drug-1')
     p = start(base, dvc)
-    at(copy, held.name)
+    until(lambda: called(copy, held.name))
     p.kill(); p.wait()
     with pytest.raises(core.DataError, match=rf'another full run is going on in .* \(process {p.pid}\)'): full.run_full(base, dvc=dvc)
-    held.unlink(); wait_for(lambda: is_free(base))
+    held.unlink(); until(lambda: is_free(base))
     before = steps(copy)
     assert full.run_full(base, dvc=dvc).done.all()
     assert before == ['items@landscape-temporal-1', 'items@landscape-drug-1']
@@ -91,22 +85,29 @@ def test_stopped_by_hand(toy, sig):
     p = start(base, dvc)
     assert "Running stage 'baseline'" in p.stdout.readline()
     p.send_signal(sig)
-    assert p.wait(60) == 130 and p.stdout.read().splitlines()[-1] == 'Stopped; `make full` goes on from here.'
+    assert p.wait(600) == 130 and p.stdout.read().splitlines()[-1] == 'Stopped; `make full` goes on from here.'
     assert is_free(base), 'nothing of it is left'
     log = pd.read_csv(base/'out'/'full'/'log.csv')
     assert log.target.tolist() == [full.SHARED[0]] and not log.done.any()
 
-def test_time_limit(toy, capsys):
+def test_time_limit(toy, monkeypatch, capsys):
     "The step that overruns is stopped, what is done is scored, what is missing is named; the next call goes on."
     base, copy, dvc = toy
     held = hold(copy, 'items@landscape-temporal-2')
-    done = full.run_full(base, hours=8/3600, dvc=dvc).done
-    assert list(done) == [True]*done.sum() + [False]*(12 - done.sum()) and done.sum() <= 4
+    class Timer(threading.Timer): # an hour is over as soon as the third step is under way
+        def run(self):
+            intervals.append(self.interval)
+            while not called(copy, held.name):
+                if self.finished.wait(.01): return
+            self.function()
+    intervals = []; monkeypatch.setattr(full.threading, 'Timer', Timer)
+    done = full.run_full(base, hours=1, dvc=dvc).done
+    assert list(done) == [True]*4 + [False]*8 and 0 < min(intervals) and intervals[0] <= 3600 and intervals == sorted(intervals, reverse=True)
     said, page = capsys.readouterr().out, (base/'reports'/'full'/'results.html').read_text()
     assert 'The time given is over.' in said
     for text in (said, page): assert f'{done.sum()} of 12 cells are done. Missing: items, landscape, temporal: ' in text and 'text, landscape, temporal: seeds 1, 2.' in text
     assert table(base).done.tolist() == done.tolist() and is_free(base)
-    if done.any(): assert ran(copy)[-1] == 'evaluate'
+    assert ran(copy)[-1] == 'evaluate'
     held.unlink()
     assert full.run_full(base, dvc=dvc).done.all()
 

@@ -1,11 +1,11 @@
 "What is too slow or too rough for the policy notebooks: the real base model, and a training run that is killed."
-import os, signal, subprocess, sys, textwrap, time
+import os, signal, subprocess, sys, textwrap
 from types import SimpleNamespace as NS
 
 import pytest
 import torch
 
-from conftest import ROOT
+from conftest import ROOT, until
 from clinical_rl import core, policy
 from clinical_rl.prompts import SYSTEM, Grammar, grammar_lines, item_text, prompt_ids
 
@@ -59,7 +59,7 @@ TRAIN = '''
     from clinical_rl import core, policy, training
     from clinical_rl.prompts import Grammar, grammar_lines
     core.set_threads(1)
-    work, slow = Path(sys.argv[1]), float(sys.argv[2])
+    work, left = Path(sys.argv[1]), int(sys.argv[2])
     tok = policy.toy_tokenizer(); grammar = Grammar(grammar_lines(), tok.encode, tok.eos_token_id); cache = policy.PromptCache(work/'cache')
     lora = NS(layers=2, rank=4, alpha=8, dropout=0.1, modules=['q_proj', 'v_proj', 'down_proj'])
     pol = policy.Policy(policy.add_adapter(policy.toy_base(), lora, 1), grammar, 2, 'response', cache)
@@ -67,11 +67,14 @@ TRAIN = '''
     for i, code in enumerate(['NSCLC', 'AML', 'BREAST', 'CLL', 'CRC', 'HCC', 'FL', 'MYELOMA']*3):
         e = pol.example(f'e{i}', tok.encode(f'{code} {i} '), grammar.target([(code, '2', 'first', 'single')]*(1 + i % 3)), f'{i:04d}')
         cache.put(e.key, policy.encode_window(bare, e.prompt, e.target, 2)); rows.append(e)
-    class Slow(list): # leaves time to kill
-        def __getitem__(self, i): time.sleep(slow); return list.__getitem__(self, i)
+    class Held(list): # in the middle of a step it waits to be killed
+        def __getitem__(self, i):
+            global left; left -= 1
+            if not left: (work/'held').touch(); time.sleep(3600)
+            return list.__getitem__(self, i)
     cfg = NS(epochs=4, batch=4, lr=1e-2, warmup=0.1, weight_decay=0.01, clip=1.0, patience=9, checkpoint_every=2)
     print('ready', flush=True)
-    curve, best = training.fit(pol, Slow(rows), np.linspace(0.5, 1.5, 24), rows[:6], cfg, 7, work/'ckpt')
+    curve, best = training.fit(pol, Held(rows), np.linspace(0.5, 1.5, 24), rows[:6], cfg, 7, work/'ckpt')
     save_file(policy.adapter_state(pol.model), work/'adapter.safetensors'); curve.to_csv(work/'curve.csv', index=False)
 '''
 
@@ -79,18 +82,16 @@ def test_killed_training_resumes_to_the_same_weights(tmp_path):
     "kill -9 in the middle, start again: the adapter and the curve equal those of an undisturbed run, byte by byte."
     script = tmp_path/'train.py'; script.write_text(textwrap.dedent(TRAIN))
     env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
-    def start(work, slow):
+    def start(work, left=0):
         work.mkdir(exist_ok=True)
-        return subprocess.Popen([sys.executable, script, work, str(slow)], env=env, cwd=ROOT, stdout=subprocess.DEVNULL)
+        return subprocess.Popen([sys.executable, script, work, str(left)], env=env, cwd=ROOT, stdout=subprocess.DEVNULL)
     calm, killed = tmp_path/'calm', tmp_path/'killed'
-    assert start(calm, 0).wait(300) == 0
-    p = start(killed, 0.05)
-    deadline = time.time() + 300
-    while not (killed/'ckpt'/'last.pt').exists() and time.time() < deadline and p.poll() is None: time.sleep(0.02)
-    time.sleep(0.3)
+    assert start(calm).wait(900) == 0
+    p = start(killed, 4*3 + 2) # in the fourth of 24 steps; every second one is kept
+    until(lambda: (killed/'held').exists() or p.poll() is not None)
     p.send_signal(signal.SIGKILL); p.wait()
     assert not (killed/'adapter.safetensors').exists(), 'the run ended before it was killed'
     step = torch.load(killed/'ckpt'/'last.pt', weights_only=True)['step']
     assert 0 < step < 24
-    assert start(killed, 0).wait(300) == 0
+    assert start(killed).wait(900) == 0
     for f in ('adapter.safetensors', 'curve.csv'): assert (killed/f).read_bytes() == (calm/f).read_bytes(), f

@@ -1,10 +1,10 @@
 """The live registry against a local one that speaks its API: whatever happens on the way, the table is the same"""
-import gzip, json, multiprocessing, os, random, signal, time
+import gzip, json, multiprocessing, random, signal, time
 from types import SimpleNamespace as NS
 
 import pandas as pd
 import pytest
-from conftest import ROOT
+from conftest import ROOT, until
 from server_registry import client, fetch, nct, serve, study
 
 from clinical_rl import gate, records
@@ -332,18 +332,19 @@ def test_killed_at_any_point(calm, tmp_path):
     "kill -9 at 20 random points; what is started again goes on, and the table is that of an undisturbed run."
     ctx = multiprocessing.get_context('forkserver')
     ctx.set_forkserver_preload(['clinical_rl.sources.registry_v2']) # or each process would import it all
-    rng, killed = random.Random(4), 0
+    rng = random.Random(4)
     with serve(map(study, range(55))) as s:
-        s.pause, s.repeat, s.empty = .004, 1, {10, 30}
+        s.repeat, s.empty = 1, {10, 30}
         ask = asking(s, page_size=1)
         begin = lambda: ctx.Process(target=fetch, args=(tmp_path, DAY, PROGRAMS, ask))
-        while killed < 20:
-            before = len(s.asked)
+        for _ in range(20): # gets two or three answers, and dies after the last of them: no run can be done before
+            s.go_on.clear(); s.stall_after = len(s.asked) + rng.randint(2, 3)
             p = begin(); p.start()
-            while len(s.asked) < before + rng.randrange(2, 6) and p.is_alive(): time.sleep(.001)
-            time.sleep(rng.random()*.008)
-            assert p.is_alive(), 'it was done before it was killed 20 times'
-            os.kill(p.pid, signal.SIGKILL); p.join(); killed += 1
+            until(lambda: len(s.asked) >= s.stall_after or not p.is_alive())
+            time.sleep(rng.random()*.02)
+            p.kill(); p.join(); s.go_on.set()
+            assert p.exitcode == -signal.SIGKILL
+        s.stall_after = None
         p = begin(); p.start(); p.join()
         assert p.exitcode == 0
     pages, q = Pages(tmp_path, DAY), Quarantine(tmp_path, DAY)

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from conftest import until
 from clinical_rl import report
 from clinical_rl.core import DataError, load_params, write_parquet
 
@@ -206,14 +207,14 @@ class Browser:
             '--hide-scrollbars',
             '--remote-debugging-port=0', '--remote-allow-origins=*', f'--user-data-dir={self.dir}', 'about:blank'],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        port, end = Path(self.dir)/'DevToolsActivePort', time.time() + 60
+        port, end = Path(self.dir)/'DevToolsActivePort', time.time() + 300
         while not (port.exists() and port.read_text().count('\n')):
             if time.time() > end or self.proc.poll() is not None: raise RuntimeError('chromium did not start')
             time.sleep(.1)
         import websocket
         n = port.read_text().split()[0]
-        tab = next(t for t in json.load(urllib.request.urlopen(f'http://127.0.0.1:{n}/json')) if t['type'] == 'page')
-        self.ws, self.n, self.events = websocket.create_connection(tab['webSocketDebuggerUrl'], timeout=60), 0, []
+        tab = until(lambda: next((t for t in json.load(urllib.request.urlopen(f'http://127.0.0.1:{n}/json')) if t['type'] == 'page'), None))
+        self.ws, self.n, self.events = websocket.create_connection(tab['webSocketDebuggerUrl'], timeout=300), 0, []
         for d in ('Page', 'Network', 'Log', 'Runtime'): self('%s.enable' % d)
         self('Network.setBlockedURLs', urls=['http://*', 'https://*']) # seen, but not let out
 
@@ -229,7 +230,7 @@ class Browser:
         self('Emulation.setDeviceMetricsOverride', width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
         self('Emulation.setEmulatedMedia', features=[dict(name='prefers-color-scheme', value='dark' if dark else 'light')])
         self.events.clear()
-        url, end = Path(path).resolve().as_uri(), time.time() + 30
+        url, end = Path(path).resolve().as_uri(), time.time() + 300
         loader = self('Page.navigate', url=url)['loaderId']
         self('Page.setLifecycleEventsEnabled', enabled=True)
         def done(e):

@@ -31,7 +31,7 @@ def params(kind, url, **more):
     return NS(**base[kind] | more)
 
 def client(server, slept=None, contact='ada@lab.org', **host):
-    return Client(agent(contact), hosts={'127.0.0.1': Host(per_second=1e4, concurrency=4, **host)}, tries=4, timeout=5,
+    return Client(agent(contact), hosts={'127.0.0.1': Host(per_second=1e4, concurrency=4, **host)}, tries=4, timeout=300,
                   sleep=(slept if slept is not None else []).append)
 
 def fetch(kind, server, folder, slept=None, **more):

@@ -120,7 +120,7 @@ def script(text, *args, wait=True):
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     p = subprocess.Popen([sys.executable, '-c', code, *map(str, args)], cwd=ROOT, **pipes)
     if not wait: return p
-    out, err = p.communicate(timeout=300)
+    out, err = p.communicate(timeout=900)
     assert p.returncode == 0, err[-3000:]
     return out
 
@@ -183,7 +183,7 @@ def test_killed_anywhere_nothing_is_lost(base, tmp_path):
 def test_two_processes_at_once(base):
     "One waits for the other, and the refresh is in once."
     ps = [script("print(Store(folder, threads=1).add('registry', '2020-02-01', NEW))", base.folder, wait=False) for _ in range(2)]
-    said = [p.communicate(timeout=120) for p in ps]
+    said = [p.communicate(timeout=900) for p in ps]
     assert [p.returncode for p in ps] == [0, 0], said
     assert said[0][0] == said[1][0] == "{'new': 100, 'changed': 295, 'gone': 105, 'same': 0}\n"
     assert len(base.latest('registry')) == 395 # an open store sees it
