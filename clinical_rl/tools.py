@@ -155,6 +155,8 @@ class View:
         self.t, self.index, self.ranking = f'{pd.Timestamp(t):%Y-%m-%d}', index, search
         self.columns, self.ids, self.place, self.order = {}, {}, {}, {}
         for kind, df in gated.items():
+            if more := sorted(set(df) - set(gate.WHITELIST[kind])):
+                raise core.DataError(f'{kind}: column {more[0]} has not passed the gate; pass gate.as_of(records, t)')
             if len(df) and df.public_date.max() > pd.Timestamp(t):
                 raise core.DataError(f'{kind}: a row is public only after {self.t}; pass gate.as_of(records, t) of the same t')
             self.columns[kind] = shown_columns(df, kind, pan_tumour_above)
