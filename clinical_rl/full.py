@@ -266,7 +266,7 @@ def cell_minutes(
     return [out[i] for i in table.index]
 
 # %% ../nbs/19_full.ipynb #c028
-TABLES = ['results', 'comparisons', 'pairwise', 'calibration']
+TABLES = ['results', 'comparisons', 'calibration'] # pairwise is the largest, and no page reads it
 
 def machine(
     log:pd.DataFrame, # of a Runner
