@@ -234,7 +234,7 @@ class Provider:
 
     def _ask(self, request):
         import httpx2 as httpx, openai # the version that the client is built on
-        if self.wrong: raise core.ParamError(self.wrong)
+        if self.wrong and not self.answered: raise core.ParamError(self.wrong)
         problem, lost = '', 0
         for attempt in range(self.spec.retries + 1):
             try:
@@ -418,7 +418,7 @@ def run_episode(
     schemas = tools.schemas() if spec.mode == 'tools' else []
     submit = [t for t in schemas if t['function']['name'] == 'submit_portfolio']
     while out.steps < steps:
-        offered = submit if out.steps == steps - 1 and not rules else schemas
+        offered = schemas if out.steps < steps - 1 else [] if rules else submit # the last step is for the answer
         about = about_tokens(messages, offered); most = int(dense*about), spec.max_tokens
         if out.tokens_in + out.tokens_out + sum(most) > budget.tokens: out.status = 'out_of_tokens'; break
         if out.usd + spec.usd(*most) > budget.usd: out.status = 'out_of_money'; break
@@ -693,7 +693,8 @@ def show_window(
     found = [t for f in files for t in read_transcripts(f) if t['episode_id'] == episode and t['agent'] == agent]
     if not found:
         have = sorted({f.name.partition('-')[0] for f in (Path(out)/'agents').glob('*.jsonl')})
-        some = f'; its first window is {next(read_transcripts(files[0]))["episode_id"]}' if files else ''
+        first = next((t['episode_id'] for f in files for t in read_transcripts(f)), '')
+        some = f'; its first window is {first}' if first else ''
         raise core.DataError(f'{Path(out)/"agents"} has no window {episode!r} of agent {agent!r}; '
                              f'agents: {", ".join(have) or "none"}{some}')
     body = ''.join(f'<h1>{html.escape(episode)} <small>{t["split"]}</small></h1>\n{transcript_html(t, 10**6)}' for t in found)
@@ -716,7 +717,7 @@ def main(
     try:
         if names[:1] == ['show']:
             if len(names) != 3:
-                raise core.ParamError('show takes an agent and a window: show heuristic landscape:nivolumab:2021-02-01')
+                raise core.ParamError('show takes an agent and a window: show heuristic landscape:nivolumab:2022-02-01')
             print(show_window(core.root()/'out', *names[1:])); return 0
         table = estimate(core.root(), names)
     except (core.DataError, core.ParamError) as e: print(f'error: {e}', file=sys.stderr); return 1

@@ -323,7 +323,7 @@ def publish(
     core.atomic_write(to/'results.html', lambda tmp: tmp.write_text(text, encoding='utf-8'))
 
 # %% ../nbs/19_full.ipynb #c030
-SHARED = ['baseline', 'kinds', 'weights', 'anchor', 'select', 'encode'] # what the cells need, with all before it
+SHARED = ['baseline', 'kinds', 'weights', 'anchor', 'select', 'encode'] # what the cells and evaluate need, with all before it
 FREE_BYTES = 10e9 # of disk that a run asks for
 
 def _hours(minutes, unknown): # the time left, in words

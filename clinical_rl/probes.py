@@ -366,7 +366,7 @@ def recall_questions(
 # %% ../nbs/15b_probes.ipynb #c021
 _PHASE = re.compile(r'phase\s*(iv|i{1,3}|[1-4])[abc]?\b(?:\s*[/-]\s*(?:phase\s*)?(i{1,3}|[1-4])[abc]?\b)?', re.I)
 _ROMAN = {'i': '1', 'ii': '2', 'iii': '3', 'iv': '4'}
-_MONTH = re.compile(rf'\b({"|".join(rf"{m[:3]}(?:{m[3:]})?" for m in MONTHS)})\b|\b(?:19|20)\d\d-(0[1-9]|1[0-2])\b')
+_MONTH = re.compile(rf'\b({"|".join(rf"{m[:3]}(?:{m[3:]})?" for m in (*MONTHS, "Sept"))})\b|\b(?:19|20)\d\d-(0[1-9]|1[0-2])\b')
 
 def grade(
     fact,   # title, phase, number or month

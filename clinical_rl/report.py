@@ -278,7 +278,7 @@ def headline(
         if r.empty: continue
         first = r[r.metric == 'indication_f1'].sort_values('value', ascending=False, kind='stable')
         chosen = set(rs.at(comparisons, scope, split, against='chosen').baseline)
-        base = [*chosen, *first.method[first.method != 'policy'].head(1)]
+        base = [*chosen, rs.best_in_hindsight(r).get((scope, split))]
         policy = (first.method == 'policy') & first.form.isin(['items', 'text']) & (first.decoding == 'expected_f1')
         rows = []
         for k in first[policy | first.method.isin(base)][KEY].itertuples(index=False, name=None):

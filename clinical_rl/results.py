@@ -143,7 +143,7 @@ def in_words(
     if len(full): out.append(_model_said(full.iloc[0]))
     top = r[r.method == best_in_hindsight(r)[scope, split]].iloc[0]
     if top.value > base.value:
-        out.append(f'In hindsight another baseline did better, *{show.method_label(top.method)}* with '
+        out.append(f'Highest of the baselines in hindsight is *{show.method_label(top.method)}* with '
                    f'{show.interval(top.value, top.lo, top.hi, scale=100)} %.')
     few = inference.few_clusters(int(n.n_programs), min_clusters)
     return [*out, few[0].upper() + few[1:] + '.'] if few else out
