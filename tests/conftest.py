@@ -12,9 +12,12 @@ from clinical_rl import core, gate, records as rec
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 
+LONG = ['pipeline', 'repeat', 'live', 'full', 'tools', 'probes', 'objectives', 'store', 'agents']
+
 def pytest_collection_modifyitems(items):
-    "The longest file first: one process runs it while another takes the rest."
-    items.sort(key=lambda i: i.path.name != 'test_pipeline.py')
+    "The longest files first: no process is left alone with one of them in the end. The first two make a whole run each."
+    at = {f'test_{name}.py': i for i, name in enumerate(LONG)}
+    items.sort(key=lambda i: at.get(i.path.name, len(LONG)))
 
 def until(condition, seconds=600):
     "Wait for an event, however slow the machine is; the limit is for one that never comes."
