@@ -14,6 +14,8 @@ help: ## list the targets
 
 setup: $(READY) ## make the virtual environment (the other targets do it when it is missing)
 
+# Byte code is made by all cores at once instead of file by file, and in any case: where PYTHONDONTWRITEBYTECODE is set, each of the
+# pipeline's processes would compile its imports anew. Some packages hold templates that don't compile; that is no error.
 $(READY): requirements.txt pyproject.toml
 	@py=; for p in python3.11 python3.12 python3.13 python3 python; do \
 	  if $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then py=$$p; break; fi; done; \
@@ -27,6 +29,7 @@ $(READY): requirements.txt pyproject.toml
 	  if grep -qiE 'NewConnectionError|NameResolution|Temporary failure|Network is unreachable|ProxyError|ConnectTimeout|Connection refused' $(VENV)/setup.log; then \
 	    echo "error: no network: pip cannot reach the package index; connect and run make again (log: $(VENV)/setup.log)" >&2; \
 	  else echo "error: installing the packages failed: $$(grep -E '^ERROR|No space left' $(VENV)/setup.log | tail -n 1); see $(VENV)/setup.log, then run make again" >&2; fi; exit 1; fi; \
+	$(VENV)/bin/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1; \
 	touch $@
 
 data: $(READY) ## pull the embedded data from the store in the repository, if data/ is not the version of data.dvc
