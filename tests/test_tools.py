@@ -239,9 +239,9 @@ def test_what_is_public_on_the_day_is_shown():
 def test_a_view_is_of_one_run():
     "Records gated once serve runs of other seeds, whose names must not be told."
     g = gate.as_of(world(), '2021-02-01'); index = index_of(world())
-    rows = [json.loads(Tools(g, i, '2021-02-01', 'nivolumab', names).call('search_records', dict(query='alpha')))['rows'] for i, names in ((index, NAMES), (index, Pseudonyms(8)))]
+    rows = [json.loads(Tools(g, i, '2021-02-01', 'nivolumab', names, CFG.limits, CFG.search).call('search_records', dict(query='alpha')))['rows'] for i, names in ((index, NAMES), (index, Pseudonyms(8)))]
     assert rows[0] and {x['id'] for x in rows[0]}.isdisjoint(x['id'] for x in rows[1])
-    with pytest.raises(DataError, match='public only after'): Tools(g, index, '2011-02-01', 'nivolumab', NAMES)
+    with pytest.raises(DataError, match='public only after'): Tools(g, index, '2011-02-01', 'nivolumab', NAMES, CFG.limits, CFG.search)
 
 def test_threads_share_one_view():
     r = world(n=200); g, index = gate.as_of(r, '2021-02-01'), index_of(r)
